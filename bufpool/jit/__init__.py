@@ -1,0 +1,1 @@
+"""From CUDA source to a launch: compiler, kernel, launch. Knows no pool."""

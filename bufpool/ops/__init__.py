@@ -1,0 +1,1 @@
+"""Kernels with an allocator: each validates, acquires its outputs, launches."""
