@@ -1,0 +1,137 @@
+"""Outputs that a caller brings: are they what the kernel writes, and is their memory their own?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .errors import DeviceMismatchError, OutputMismatchError
+
+__all__ = ["check_distinct", "check_output", "is_fake"]
+
+
+def check_output(
+    t: Any, name: str, *, shape: Sequence[int], dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    """Check that a kernel may overwrite ``t``, and return it.
+
+    Host work only: no memory is read and no device is waited for.
+
+    Args:
+        t: the tensor that the caller brought.
+        name: what the caller calls it; every error starts with it.
+        shape: the exact shape, rows first. Rows may be 0.
+        dtype: the exact dtype.
+        device: where it must live; ``cuda`` without an index means the current device.
+
+    Returns:
+        ``t`` itself.
+
+    Raises:
+        TypeError: ``t`` is not a tensor.
+        DeviceMismatchError: ``t`` lives on another device.
+        OutputMismatchError: another dtype or shape, not contiguous, or it requires grad.
+    """
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(t).__name__}")
+    home = t.device
+    if home != device:  # A device never equals a string, so that "cuda" and "cuda:0" are told apart below.
+        wanted = _plain_device(device)
+        if _plain_device(home) != wanted:
+            raise DeviceMismatchError(f"{name} must be on device {wanted}, got {home}")
+    if t.dtype is not dtype:
+        raise OutputMismatchError(f"{name}: expected dtype {dtype}, got {t.dtype}")
+    if t.layout is not torch.strided:
+        raise OutputMismatchError(f"{name}: expected a dense tensor, got layout {t.layout}")
+    if t.shape != shape and tuple(t.shape) != tuple(shape):
+        raise OutputMismatchError(f"{name}: expected shape {list(shape)}, got {list(t.shape)}")
+    if not t.is_contiguous():
+        raise OutputMismatchError(
+            f"{name}: expected a contiguous tensor of shape {list(t.shape)}, got strides {list(t.stride())}"
+        )
+    if t.requires_grad:
+        kind = "a leaf that requires grad" if t.is_leaf else f"the result of {_maker(t)} that requires grad"
+        raise OutputMismatchError(
+            f"{name}: expected a tensor without grad, since a kernel overwrites it in place, got {kind}; "
+            f"pass {name}.detach()"
+        )
+    return t
+
+
+def check_distinct(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Check that no output shares a byte range with another output or with an input.
+
+    A tensor's range goes from its first to its last byte, as its strides reach, so a strided input counts with the
+    gaps between its rows. Start addresses alone decide nothing: an output that begins in the last row of another one
+    is found. Empty tensors own no bytes, and fake and meta tensors no memory.
+
+    Args:
+        outputs: the tensors to be written, by name.
+        inputs: the tensors to be read, by name; they may share memory with one another.
+
+    Raises:
+        OutputMismatchError: two ranges overlap; the text names both tensors and the bytes shared.
+    """
+    written: list[tuple[str, torch.device, int, int]] = []
+    for name, tensor in outputs.items():
+        extent = _extent(name, tensor)
+        if extent is not None:
+            for other in written:
+                _compare(extent, other)
+            written.append(extent)
+    if not written or not inputs:
+        return
+    for name, tensor in inputs.items():
+        extent = _extent(name, tensor)
+        if extent is not None:
+            for output in written:
+                _compare(output, extent)
+
+
+def is_fake(t: torch.Tensor) -> bool:
+    """Whether ``t`` has a shape but no memory: a meta tensor, a fake one, or one that a compiler traces."""
+    if t.is_meta or torch.compiler.is_compiling():
+        return True
+    if type(t) is torch.Tensor or type(t) is torch.nn.Parameter:
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)
+
+
+def _plain_device(device: torch.device | str) -> torch.device:
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
+    return device
+
+
+def _maker(t: torch.Tensor) -> str:
+    return t.grad_fn.name() if t.grad_fn is not None else "an operation"
+
+
+def _extent(name: str, t: torch.Tensor) -> tuple[str, torch.device, int, int] | None:
+    """(name, device, first byte, byte after the last) of ``t``; None where it owns no memory."""
+    count = t.numel()
+    if count == 0 or is_fake(t):
+        return None
+    itemsize = t.dtype.itemsize
+    if not t.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    start = t.data_ptr()
+    return name, t.device, start, start + count * itemsize
+
+
+def _compare(one: tuple[str, torch.device, int, int], other: tuple[str, torch.device, int, int]) -> None:
+    name, device, start, end = one
+    other_name, other_device, other_start, other_end = other
+    if start < other_end and other_start < end and device == other_device:
+        shared = min(end, other_end) - max(start, other_start)
+        raise OutputMismatchError(
+            f"{name}: expected memory of its own, got an overlap of {shared} bytes with {other_name} "
+            f"(bytes {start:#x} to {end:#x} and {other_start:#x} to {other_end:#x})"
+        )
