@@ -1,0 +1,238 @@
+"""How much memory is there for how much need, and what does a growth cost?
+
+Asked: mapped bytes over needed bytes of the pool on a ramp of row counts and on a request trace in chunks, beside what
+a grow-only cache takes from the device for the same calls; host time of one growth by 2 GiB behind 2 GiB that are in
+place (256 MiB on the CPU), and how many bytes exist twice meanwhile. Device memory is what the driver says (``mem_get_info``), since
+torch does not count memory that it did not allocate.
+
+Not measured: time per acquire (bench_acquire.py), page faults at first touch, kernels, and peaks shorter than the
+distance between two samples (the number of samples taken during growths is reported; one copy of 2 GiB lasts longer).
+
+    python benchmarks/bench_growth.py --device cuda             # table and thresholds; exit code 1 if one is missed
+    pytest benchmarks/bench_growth.py --benchmark-enable
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import re
+import statistics
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter_ns
+
+import torch
+
+from bufpool.cli.baselines import GrowOnlyAllocator
+from bufpool.cli.job import output_spec
+from bufpool.pool import OutputPool
+from bufpool.workloads import Workload, layered_trace, ramp, read_trace, synthetic_trace
+
+HEADS = 128
+RAMP_ROWS, RAMP_STEPS = 16384, 400
+CHUNK = 8192
+REQUESTS = 20_000
+GROWTH_BYTES = {"cpu": 2**28, "cuda": 2**31}
+ROUNDS = 21
+NOISE_BYTES = {"cpu": 8 * 2**20, "cuda": 2 * 2**20}
+"""What the process or the driver may take for itself meanwhile: page tables, code, the interpreter's own objects."""
+
+MOST_MAPPED_PER_NEEDED = 1.01
+MOST_GROWTH_US = 1000.0
+
+
+def fitting(workload: Workload, device: torch.device) -> dict[str, float]:
+    """Bytes mapped and needed after the workload, and bytes that a grow-only cache holds from the device for it."""
+    spec = output_spec(HEADS)
+    like = torch.empty(1, device=device)
+    with OutputPool() as pool:
+        for rows in workload.rows:
+            pool.acquire(spec, rows=rows, like=like)
+        stats = pool.stats()
+        figures = {
+            "mapped_bytes": stats.mapped_bytes,
+            "needed_bytes": stats.needed_bytes,
+            "mapped_per_needed": stats.mapped_bytes / stats.needed_bytes,
+            "grows": stats.grows,
+        }
+    cache = GrowOnlyAllocator()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_reserved(device)
+        for rows in workload.rows:
+            cache.acquire(spec, rows, like)
+        figures["grow_only_bytes"] = torch.cuda.max_memory_reserved(device) - before
+        del cache
+        torch.cuda.empty_cache()
+    else:
+        # Freed memory goes back to the system here: what stays is one buffer of the largest row count.
+        for rows in workload.rows:
+            cache.acquire(spec, rows, like)
+        figures["grow_only_bytes"] = cache.held_bytes
+    figures["grow_only_per_needed"] = figures["grow_only_bytes"] / figures["needed_bytes"]
+    return figures
+
+
+class UseSampler(threading.Thread):
+    """Reads how many bytes of the device are in use, as often as it can, and keeps the largest figure."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(daemon=True)
+        self._device = device
+        self._done = threading.Event()
+        self.peak_bytes = 0
+        self.samples = 0
+
+    def run(self) -> None:
+        while not self._done.is_set():
+            self.peak_bytes = max(self.peak_bytes, used_bytes(self._device))
+            self.samples += 1
+
+    def __enter__(self) -> UseSampler:  # noqa: PYI034
+        self._interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        self.start()
+        while self.samples == 0:
+            self._done.wait(1e-4)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self.join()
+        sys.setswitchinterval(self._interval)
+        self.peak_bytes = max(self.peak_bytes, used_bytes(self._device))
+
+
+def used_bytes(device: torch.device) -> int:
+    """Bytes of the device in use by everybody; on the CPU, resident bytes of this process."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    resident_pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(resident_pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth(device: torch.device, rounds: int = ROUNDS) -> dict[str, float]:
+    """One growth by ``GROWTH_BYTES`` behind as many bytes: median host time, and bytes that exist twice."""
+    spec = output_spec(HEADS)
+    like = torch.empty(1, device=device)
+    rows = GROWTH_BYTES[device.type] // spec.row_nbytes
+    us = []
+    for _ in range(rounds):
+        with OutputPool() as pool:
+            pool.acquire(spec, rows=rows, like=like)
+            _wait(device)
+            start = perf_counter_ns()
+            pool.acquire(spec, rows=2 * rows, like=like)
+            us.append((perf_counter_ns() - start) / 1e3)
+    twice = []
+    samples = 0
+    for _ in range(max(rounds // 4, 1)):
+        gc.collect()
+        with OutputPool() as pool:
+            _fill(pool.acquire(spec, rows=rows, like=like))
+            _wait(device)
+            mapped_before = pool.stats().mapped_bytes
+            used_before = used_bytes(device)
+            with UseSampler(device) as sampler:
+                _fill(pool.acquire(spec, rows=2 * rows, like=like))
+                _wait(device)
+            grown = pool.stats().mapped_bytes - mapped_before
+        twice.append(max(sampler.peak_bytes - used_before - grown, 0))
+        samples += sampler.samples
+    return {
+        "growth_bytes": spec.nbytes(rows),
+        "median_us": statistics.median(us),
+        "first_us": us[0],
+        "max_us": max(us),
+        "bytes_twice": max(twice),
+        "samples": samples,
+    }
+
+
+def _fill(outputs: Sequence[torch.Tensor]) -> None:
+    for tensor in outputs:
+        tensor.fill_(1)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def trace_workload(path: str | None) -> Workload:
+    """Each chunk once; more layers would ask for the same rows again."""
+    prompts = read_trace(path) if path else synthetic_trace(REQUESTS)
+    return layered_trace(prompts, CHUNK, layers=1, calls=len(prompts))
+
+
+def judge(figures: dict[str, dict[str, float]], device: torch.device) -> list[dict[str, object]]:
+    """Each threshold with the figure reached."""
+    limits = [
+        ("ramp: mapped / needed", figures["ramp"]["mapped_per_needed"], MOST_MAPPED_PER_NEEDED),
+        ("trace: mapped / needed", figures["trace"]["mapped_per_needed"], MOST_MAPPED_PER_NEEDED),
+        ("growth: median us", figures["growth"]["median_us"], MOST_GROWTH_US),
+        ("growth: bytes that exist twice", figures["growth"]["bytes_twice"], NOISE_BYTES[device.type]),
+    ]
+    return [
+        {"measure": measure, "value": round(value, 5), "must": must, "ok": value <= must}
+        for measure, value, must in limits
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Mapped bytes over needed bytes, and what a growth costs.")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--trace", default=os.environ.get("BUFPOOL_TRACE"), help="CSV of the trace workload")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args(argv)
+    device = torch.empty(0, device=args.device).device
+    figures = {
+        "growth": growth(device),
+        "ramp": fitting(ramp(RAMP_ROWS, RAMP_STEPS), device),
+        "trace": fitting(trace_workload(args.trace), device),
+    }
+    judged = judge(figures, device)
+    if args.json:
+        print(json.dumps({"device": str(device), "torch": torch.__version__, **figures, "thresholds": judged}))
+    else:
+        print(f"{device}, h_q {HEADS}, torch {torch.__version__}")
+        for name, values in figures.items():
+            print(f"{name}: " + ", ".join(f"{key} {_number(value)}" for key, value in values.items()))
+        for threshold in judged:
+            verdict = "ok" if threshold["ok"] else "MISSED"
+            print(f"{threshold['measure']} = {threshold['value']}: must not pass {threshold['must']}: {verdict}")
+    return 0 if all(threshold["ok"] for threshold in judged) else 1
+
+
+def _number(value: float) -> str:
+    return re.sub(r"\.?0+$", "", f"{value:.4f}") if isinstance(value, float) else str(value)
+
+
+def test_ramp(benchmark, device):
+    figures = benchmark.pedantic(fitting, args=(ramp(RAMP_ROWS, RAMP_STEPS), device), rounds=1)
+    benchmark.extra_info.update(figures)
+    assert figures["mapped_per_needed"] <= MOST_MAPPED_PER_NEEDED
+
+
+def test_trace(benchmark, device):
+    figures = benchmark.pedantic(fitting, args=(trace_workload(os.environ.get("BUFPOOL_TRACE")), device), rounds=1)
+    benchmark.extra_info.update(figures)
+    assert figures["mapped_per_needed"] <= MOST_MAPPED_PER_NEEDED
+
+
+def test_growth(benchmark, device):
+    figures = benchmark.pedantic(growth, args=(device,), rounds=1)
+    benchmark.extra_info.update(figures)
+    assert figures["bytes_twice"] <= NOISE_BYTES[device.type]
+    assert figures["median_us"] <= MOST_GROWTH_US
+
+
+if __name__ == "__main__":
+    sys.exit(main())
