@@ -28,8 +28,8 @@ import torch
 
 from bufpool.allocator import FreshAllocator
 from bufpool.cli.baselines import GrowOnlyAllocator
-from bufpool.cli.job import D_V, output_spec
 from bufpool.cli.timing import BATCH_CALLS, Loop, acquire_loop, batches, median_us, time_loops
+from bufpool.ops import sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.spec import OutputSpec
 from bufpool.workloads import (
@@ -44,6 +44,7 @@ from bufpool.workloads import (
 )
 
 HEADS = 128
+D_V = 512
 ROWS = {"cpu": 16, "cuda": 4096}
 MAX_ROWS = 8192  # of the pool before the clock starts, so that growth is outside it
 CHUNK = 8192
@@ -94,7 +95,7 @@ def make_case(workload: Workload, device: torch.device, pool: OutputPool, heads:
     """Loops of all contenders, each warmed by the largest row count of the workload."""
     like = torch.empty(1, device=device)
     lane_heads = [heads, max(heads // 2, 1)][: workload.lanes]
-    specs = [output_spec(count) for count in lane_heads]
+    specs = [sparse_mla_spec(count) for count in lane_heads]
     loops = {EMPTY: empty_loop(lane_heads, device, workload.hold)}
     if workload.lanes == 1 and workload.hold == 0:
         loops[SLICES] = slice_loop(heads, max(workload.rows) + 1, device)

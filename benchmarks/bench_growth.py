@@ -2,8 +2,8 @@
 
 Asked: mapped bytes over needed bytes of the pool on a ramp of row counts and on a request trace in chunks, beside what
 a grow-only cache takes from the device for the same calls; host time of one growth by 2 GiB behind 2 GiB that are in
-place (256 MiB on the CPU), and how many bytes exist twice meanwhile. Device memory is what the driver says (``mem_get_info``), since
-torch does not count memory that it did not allocate.
+place (256 MiB on the CPU), and how many bytes exist twice meanwhile. Device memory is what the driver says
+(``mem_get_info``), since torch does not count memory that it did not allocate.
 
 Not measured: time per acquire (bench_acquire.py), page faults at first touch, kernels, and peaks shorter than the
 distance between two samples (the number of samples taken during growths is reported; one copy of 2 GiB lasts longer).
@@ -29,7 +29,7 @@ from time import perf_counter_ns
 import torch
 
 from bufpool.cli.baselines import GrowOnlyAllocator
-from bufpool.cli.job import output_spec
+from bufpool.ops import sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.workloads import Workload, layered_trace, ramp, read_trace, synthetic_trace
 
@@ -48,7 +48,7 @@ MOST_GROWTH_US = 1000.0
 
 def fitting(workload: Workload, device: torch.device) -> dict[str, float]:
     """Bytes mapped and needed after the workload, and bytes that a grow-only cache holds from the device for it."""
-    spec = output_spec(HEADS)
+    spec = sparse_mla_spec(HEADS)
     like = torch.empty(1, device=device)
     with OutputPool() as pool:
         for rows in workload.rows:
@@ -120,7 +120,7 @@ def used_bytes(device: torch.device) -> int:
 
 def growth(device: torch.device, rounds: int = ROUNDS) -> dict[str, float]:
     """One growth by ``GROWTH_BYTES`` behind as many bytes: median host time, and bytes that exist twice."""
-    spec = output_spec(HEADS)
+    spec = sparse_mla_spec(HEADS)
     like = torch.empty(1, device=device)
     rows = GROWTH_BYTES[device.type] // spec.row_nbytes
     us = []

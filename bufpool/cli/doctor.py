@@ -138,11 +138,26 @@ def _virtual_memory(index: int) -> str:
 
 
 def _sm90_kernel(index: int) -> str:
-    return "unknown"
+    try:
+        kernel = importlib.import_module("bufpool.ops.sparse_mla_sm90")
+    except ImportError as e:
+        return f"no: the kernel cannot be imported ({_one_line(e)})"
+    reason = kernel.unavailable_reason(torch.device("cuda", index))
+    return "yes" if reason is None else f"no: {reason}"
 
 
 def _cache_folder() -> dict[str, Any]:
-    return {}
+    compiler = importlib.import_module("bufpool.jit.compiler")
+    return _folder(Path(compiler.cache_folder()))
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    """A folder, and whether it can be written, or made where it is not there yet; nothing is made."""
+    existing = path
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    is_writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    return {"path": str(path), "exists": path.is_dir(), "is_writable": is_writable}
 
 
 def _lines(facts: dict[str, Any]) -> list[tuple[str, str]]:

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 
 from ..allocator import FreshAllocator, OutputAllocator
-from ..spec import OutputSpec
+from ..ops import sparse_mla_spec
 from ..workloads import Chunk, chunks
 
-__all__ = ["D_QK", "D_V", "Call", "Job", "JobResult", "job_bytes", "output_spec", "plan_calls", "run_calls"]
+__all__ = ["Call", "Job", "JobResult", "job_bytes", "plan_calls", "run_calls"]
 
-D_QK = 576
-D_V = 512
+_D_QK = 576
 _TILE_ROWS = 4093  # prime, so that no head count makes two rows of q start alike
 _MOST_CHECKS = 64
 _LEAST_STEP = 7  # calls from one comparison to the next; each comparison costs one more operator call
-_SHIFTS = 61  # requests start at as many different places of the random inputs
+_SHIFTS = 127  # layers and requests take turns at as many places of the random inputs
 
 Operator = Callable[..., Any]
 
@@ -73,43 +72,38 @@ def plan_calls(prompts: Iterable[int], *, chunk: int, layers: int, max_calls: in
     return list(islice((Call(part, layer) for part in chunks(prompts, chunk) for layer in range(layers)), max_calls))
 
 
-def output_spec(heads: int) -> OutputSpec:
-    """What the sparse-MLA prefill operator writes: ``out``, ``max_logits``, ``lse``."""
-    return OutputSpec(
-        out=((heads, D_V), torch.bfloat16),
-        max_logits=((heads,), torch.float32),
-        lse=((heads,), torch.float32),
-    )
-
-
 def job_bytes(job: Job) -> int:
     """Bytes that inputs and results of the job take at least, beside what the operator needs while it computes."""
-    rows = max(call.rows for call in job.calls)
-    tokens = max(call.chunk.start + call.rows for call in job.calls)
-    inputs = (rows + job.layers + _SHIFTS) * job.heads * D_QK + (tokens + job.layers + _SHIFTS) * D_QK
-    return inputs + rows * job.topk * 16 + output_spec(job.heads).nbytes(rows) * (job.hold + 2)
+    rows, tokens = _extent(job)
+    # kv is drawn in float32 before it becomes one byte a value; indices are drawn, widened and narrowed again.
+    inputs = (rows + _SHIFTS) * job.heads * _D_QK + (tokens + _SHIFTS) * _D_QK * 5 + rows * job.topk * 20
+    return inputs + sparse_mla_spec(job.heads).nbytes(rows) * (job.hold + 2)
+
+
+def _extent(job: Job) -> tuple[int, int]:
+    """Most rows of a call, and most tokens of a request."""
+    return max(call.rows for call in job.calls), max(call.chunk.start + call.rows for call in job.calls)
 
 
 class _Inputs:
     """Random inputs of every call, made once; each layer and request looks at another part of them."""
 
     def __init__(self, job: Job) -> None:
-        rows = max(call.rows for call in job.calls)
-        tokens = max(call.chunk.start + call.rows for call in job.calls)
-        shifts = job.layers + _SHIFTS
+        rows, tokens = _extent(job)
+        self._layers = job.layers
         self._device = job.device
         self._topk = job.topk
         self._source = torch.Generator(job.device).manual_seed(job.seed)
         tile = self._random(_TILE_ROWS)
-        places = torch.arange((rows + shifts) * job.heads, device=job.device) % _TILE_ROWS
+        places = torch.arange((rows + _SHIFTS) * job.heads, device=job.device) % _TILE_ROWS
         # Gathered as bytes: not every torch indexes float8.
-        self._q = tile.view(torch.uint8)[places].view(tile.dtype).view(rows + shifts, job.heads, D_QK)
-        self._kv = self._random(tokens + shifts)
+        self._q = tile.view(torch.uint8)[places].view(tile.dtype).view(rows + _SHIFTS, job.heads, _D_QK)
+        self._kv = self._random(tokens + _SHIFTS)
         self.q_scale = torch.full((), 0.5, device=job.device)
         self.kv_scale = torch.full((), 0.25, device=job.device)
 
     def _random(self, rows: int) -> torch.Tensor:
-        values = torch.randn(rows, D_QK, generator=self._source, device=self._device)
+        values = torch.randn(rows, _D_QK, generator=self._source, device=self._device)
         return values.to(torch.float8_e4m3fn)
 
     def indices(self, chunk: Chunk) -> torch.Tensor:
@@ -124,7 +118,7 @@ class _Inputs:
 
     def layer(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
         """``q [rows, heads, d_qk]`` and ``kv [tokens so far, d_qk]`` of this call, float8."""
-        shift = call.layer + call.chunk.request % _SHIFTS
+        shift = (call.chunk.request * self._layers + call.layer) % _SHIFTS
         return self._q[shift : shift + call.rows], self._kv[shift : shift + call.chunk.start + call.rows]
 
 
@@ -184,7 +178,7 @@ class _Run:
     def _compute(self, call: Call, indices: torch.Tensor, allocator: OutputAllocator) -> Any:
         q, kv = self._inputs.layer(call)
         return self._operator(
-            q, kv, indices, D_QK**-0.5, self._inputs.q_scale, self._inputs.kv_scale, D_V, allocator=allocator
+            q, kv, indices, _D_QK**-0.5, self._inputs.q_scale, self._inputs.kv_scale, allocator=allocator
         )
 
     def _consume(self, outputs: Any) -> None:
@@ -199,7 +193,7 @@ class _Run:
 
     def _compare(self, number: int, outputs: Any, expected: Any) -> None:
         call = self._job.calls[number]
-        for name, got, want in zip(output_spec(self._job.heads).names, outputs, expected, strict=True):
+        for name, got, want in zip(sparse_mla_spec(self._job.heads).names, outputs, expected, strict=True):
             difference = _difference(got, want)
             if difference:
                 self._failed += 1

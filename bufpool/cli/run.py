@@ -15,13 +15,13 @@ import torch
 
 from .. import __version__
 from ..allocator import FreshAllocator, OutputAllocator
-from ..ops import sparse_mla_prefill
+from ..ops import sparse_mla_prefill, sparse_mla_spec
 from ..pool import OutputPool
 from ..spec import OutputSpec
 from ..workloads import PROMPT_COLUMN, TraceError, read_trace, synthetic_trace
 from .baselines import GrowOnlyAllocator
 from .footprint import baseline_bytes
-from .job import Job, job_bytes, output_spec, plan_calls, run_calls
+from .job import Job, job_bytes, plan_calls, run_calls
 from .plot import plot_bytes, require_matplotlib
 from .progress import progress
 from .table import bytes_text, print_table
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-calls",
-        type=integer(1, 10_000_000),
+        type=integer(1, 1_000_000),
         default=_MAX_CALLS,
         metavar="N",
         help="stop after N calls; one call is one layer of one chunk (%(default)s)",
@@ -117,8 +117,8 @@ def run_job(args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> list[int]:
     if args.trace is None:
-        # Every prompt has a chunk, and every chunk a call.
-        return synthetic_trace(args.max_calls, args.seed)
+        # Every prompt has a chunk at least, and every chunk as many calls as layers.
+        return synthetic_trace(-(-args.max_calls // args.layers), args.seed)
     try:
         return read_trace(args.trace, args.column)
     except TraceError as e:
@@ -153,7 +153,7 @@ def _measure(job: Job) -> tuple[dict[str, Any], dict[str, list[int]]]:
         seconds = time.monotonic() - start
         stats = pool.stats()
         rows = [call.rows for call in job.calls]
-        us = _acquire_us(pool, rows, output_spec(job.heads), job)
+        us = _acquire_us(pool, rows, sparse_mla_spec(job.heads), job)
     facts = {
         "arena": stats.arena,
         "calls": len(job.calls),
@@ -198,7 +198,7 @@ def _acquire_us(pool: OutputPool, rows: Sequence[int], spec: OutputSpec, job: Jo
 
 def _plot(path: str, job: Job, curves: Mapping[str, Sequence[int]]) -> None:
     rows = [call.rows for call in job.calls]
-    baselines, kind = baseline_bytes(rows, output_spec(job.heads), job.hold, job.device)
+    baselines, kind = baseline_bytes(rows, sparse_mla_spec(job.heads), job.hold, job.device)
     named = {
         "pool: mapped": curves["mapped"],
         "pool: needed": curves["needed"],
