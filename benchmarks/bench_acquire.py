@@ -29,7 +29,7 @@ import torch
 from bufpool.allocator import FreshAllocator
 from bufpool.cli.baselines import GrowOnlyAllocator
 from bufpool.cli.timing import BATCH_CALLS, Loop, acquire_loop, batches, median_us, time_loops
-from bufpool.ops import sparse_mla_spec
+from bufpool.ops.sparse_mla import sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.spec import OutputSpec
 from bufpool.workloads import (

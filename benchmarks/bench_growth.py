@@ -29,7 +29,7 @@ from time import perf_counter_ns
 import torch
 
 from bufpool.cli.baselines import GrowOnlyAllocator
-from bufpool.ops import sparse_mla_spec
+from bufpool.ops.sparse_mla import sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.workloads import Workload, layered_trace, ramp, read_trace, synthetic_trace
 

@@ -20,7 +20,7 @@ from bufpool.cli.job import Job, plan_calls, run_calls
 from bufpool.cli.progress import progress
 from bufpool.cli.table import bytes_text
 from bufpool.cli.timing import acquire_loop, batches, time_loops
-from bufpool.ops import sparse_mla_prefill, sparse_mla_spec
+from bufpool.ops.sparse_mla import sparse_mla_prefill, sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.spec import OutputSpec
 

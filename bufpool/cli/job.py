@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..allocator import FreshAllocator, OutputAllocator
-from ..ops import sparse_mla_spec
+from ..ops.sparse_mla import sparse_mla_spec
 from ..workloads import Chunk, chunks
 
 __all__ = ["Call", "Job", "JobResult", "job_bytes", "plan_calls", "run_calls"]

@@ -15,7 +15,7 @@ import torch
 
 from .. import __version__
 from ..allocator import FreshAllocator, OutputAllocator
-from ..ops import sparse_mla_prefill, sparse_mla_spec
+from ..ops.sparse_mla import sparse_mla_prefill, sparse_mla_spec
 from ..pool import OutputPool
 from ..spec import OutputSpec
 from ..workloads import PROMPT_COLUMN, TraceError, read_trace, synthetic_trace
