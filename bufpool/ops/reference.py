@@ -147,7 +147,11 @@ def sparse_mla_prefill_reference(
 
             # Weigh V.
             for row_s, row_v, row_sum, row_log, row_o in zip(
-                scores_n.unbind(), kv_n[:, :, :D_V].unbind(), sums_n.unbind(), logs_n.unbind(), products_n.unbind(),
+                scores_n.unbind(),
+                kv_n[:, :, :D_V].unbind(),
+                sums_n.unbind(),
+                logs_n.unbind(),
+                products_n.unbind(),
                 strict=True,
             ):
                 torch.exp(row_s, out=row_s)
