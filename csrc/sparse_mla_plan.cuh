@@ -39,7 +39,6 @@ static_assert(HEADROOM_LOG2 + RISE_LOG2 < 8.807f, "P: beyond the largest e4m3");
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float NO_REFERENCE_LOG2 = -3.0e38f;  // finite: -inf - NO_REFERENCE is -inf, never NaN
-constexpr float INFINITE = __builtin_huge_valf();
 constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 
 // ------------------------------------------------------------------------------------------------------------ barriers
@@ -87,11 +86,13 @@ struct alignas(1024) SharedPlan {
 constexpr int SM90_SHARED_BYTES = 232448;
 static_assert(sizeof(SharedPlan<576>) <= SM90_SHARED_BYTES, "shared memory: more than a CTA may have");
 static_assert(sizeof(SharedPlan<512>) <= SM90_SHARED_BYTES, "shared memory: more than a CTA may have");
+static_assert(sizeof(SharedPlan<BUFPOOL_D_QK>) == BUFPOOL_SHARED_BYTES, "shared memory: not what the launch gives");
 static_assert(layout::Stage<576>::BYTES % 1024 == 0 && layout::Stage<512>::BYTES % 1024 == 0, "stages: 1024-byte aligned");
 
 // ---------------------------------------------------------------------------------------------------------- parameters
 //
-// bufpool/ops/sparse_mla_sm90.py packs this struct field by field: keep the order, 8-byte fields first.
+// bufpool/ops/sparse_mla_sm90.py packs this struct field by field: keep the order. First what changes from call to call,
+// then what the shape fixes.
 
 struct Params {
     const u8* q;              // [s_q, h_q, d_qk] e4m3, rows 16-byte aligned
@@ -104,16 +105,16 @@ struct Params {
     u16* out;                 // [s_q, h_q, 512] bf16, contiguous
     float* max_logits;        // [s_q, h_q], contiguous
     float* lse;               // [s_q, h_q], contiguous
-    i64 q_row_bytes;          // from one query to the next
-    i64 q_head_bytes;         // from one head to the next
-    i64 kv_row_bytes;         // from one token to the next
-    i64 indices_row_elements; // from one query to the next
     float sm_scale;
     float q_scale;
     float kv_scale;
+    int topk;
+    i64 q_row_bytes;           // from one query to the next
+    i64 q_head_bytes;          // from one head to the next
+    i64 kv_row_bytes;          // from one token to the next
+    i64 indices_row_elements;  // from one query to the next
     int s_kv;
     int h_q;
-    int topk;
     int head_groups;  // h_q / 64, rounded up
     int items;        // s_q * head_groups
 };

@@ -36,6 +36,8 @@ using namespace sparse_mla;
 
 // --------------------------------------------------------------------------------------------------------- small things
 
+__device__ __forceinline__ float infinite() { return __int_as_float(0x7f800000); }
+
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
@@ -247,7 +249,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[32], u64 valid, u32 
     const u64 mine = valid >> (lane % 4 * 2);
 #pragma unroll
     for (int i = 0; i < 32; ++i)
-        if (!((mine >> (i / 4 * 8 + i % 2)) & 1)) scores[i] = -INFINITE;
+        if (!((mine >> (i / 4 * 8 + i % 2)) & 1)) scores[i] = -infinite();
 }
 
 // Largest score of each of the thread's two rows, over the four lanes that share them.
@@ -285,7 +287,7 @@ __device__ __forceinline__ void advance_frame(SharedPlan<D_QK>& shared, Rows& ro
     if (takes_partial_sum) wait(shared.p_full[other], (n - 1) / SCORERS);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        Frame frame{NO_REFERENCE_LOG2, -INFINITE};
+        Frame frame{NO_REFERENCE_LOG2, -infinite()};
         if (here.block > 0) frame = shared.frame[other][row + 8 * r];
         const bool rises = maxima_log2[r] > frame.reference_log2 + (HEADROOM_LOG2 + RISE_LOG2);
         const float reference_log2 = rises ? maxima_log2[r] - HEADROOM_LOG2 : frame.reference_log2;
@@ -365,7 +367,7 @@ __device__ __forceinline__ void finish_item(const Params& params, SharedPlan<D_Q
                 const i64 at = static_cast<i64>(here.query) * params.h_q + head;
                 const bool is_nan = sum != sum;
                 params.max_logits[at] = is_nan ? sum : rows.maximum_log2[r] * LN_2;
-                params.lse[at] = is_empty ? INFINITE : (rows.reference_log2[r] + ptx::lg2(sum)) * LN_2;
+                params.lse[at] = is_empty ? infinite() : (rows.reference_log2[r] + ptx::lg2(sum)) * LN_2;
             }
         }
     }
