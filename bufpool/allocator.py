@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -9,6 +10,7 @@ import torch
 
 from .errors import DeviceMismatchError
 from .spec import OutputSpec, row_count
+from .torch_state import fake_mode_of, is_tracing
 
 __all__ = ["FreshAllocator", "Like", "OutputAllocator", "home_device"]
 
@@ -37,12 +39,14 @@ class FreshAllocator:
             DeviceMismatchError: the tensors of ``like`` are on different devices.
             TypeError, ValueError: ``rows`` is not an integer >= 0, or ``like`` holds no tensor.
         """
-        rows = row_count(rows)
+        if not isinstance(rows, torch.SymInt):
+            rows = row_count(rows)
         device = like.device if isinstance(like, torch.Tensor) else home_device(like)
-        tensors = [
-            torch.empty((rows, *shape), dtype=dtype, device=device)
-            for shape, dtype in zip(spec.row_shapes, spec.dtypes, strict=True)
-        ]
+        with contextlib.nullcontext() if is_tracing() else fake_mode_of(like):
+            tensors = [
+                torch.empty((rows, *shape), dtype=dtype, device=device)
+                for shape, dtype in zip(spec.row_shapes, spec.dtypes, strict=True)
+            ]
         return spec.outputs_type(*tensors)
 
 

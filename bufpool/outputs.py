@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -74,25 +74,34 @@ def check_distinct(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, tor
     Raises:
         OutputMismatchError: two ranges overlap; the text names both tensors and the bytes shared.
     """
-    written: list[tuple[str, torch.device, int, int]] = []
+    if torch.compiler.is_compiling():  # Addresses are known only when the compiled code runs.
+        return
+    written: list[tuple[int, int, str, torch.Tensor]] = []
+    lowest = highest = 0
     for name, tensor in outputs.items():
-        extent = _extent(name, tensor)
-        if extent is not None:
-            for other in written:
-                _compare(extent, other)
-            written.append(extent)
+        start, end = _byte_range(tensor)
+        if start != end:
+            for other_start, other_end, other, other_tensor in written:
+                if start < other_end and other_start < end and tensor.device == other_tensor.device:
+                    _overlap(name, start, end, other, other_start, other_end)
+            if not written or start < lowest:
+                lowest = start
+            if end > highest:
+                highest = end
+            written.append((start, end, name, tensor))
     if not written or not inputs:
         return
     for name, tensor in inputs.items():
-        extent = _extent(name, tensor)
-        if extent is not None:
-            for output in written:
-                _compare(output, extent)
+        start, end = _byte_range(tensor)
+        if start < highest and lowest < end and start != end:
+            for other_start, other_end, other, other_tensor in written:
+                if start < other_end and other_start < end and tensor.device == other_tensor.device:
+                    _overlap(other, other_start, other_end, name, start, end)
 
 
 def is_fake(t: torch.Tensor) -> bool:
-    """Whether ``t`` has a shape but no memory: a meta tensor, a fake one, or one that a compiler traces."""
-    if t.is_meta or torch.compiler.is_compiling():
+    """Whether ``t`` has a shape but no memory: a meta tensor or a ``FakeTensor``."""
+    if t.is_meta:
         return True
     if type(t) is torch.Tensor or type(t) is torch.nn.Parameter:
         return False
@@ -114,24 +123,24 @@ def _maker(t: torch.Tensor) -> str:
     return t.grad_fn.name() if t.grad_fn is not None else "an operation"
 
 
-def _extent(name: str, t: torch.Tensor) -> tuple[str, torch.device, int, int] | None:
-    """(name, device, first byte, byte after the last) of ``t``; None where it owns no memory."""
-    count = t.numel()
-    if count == 0 or is_fake(t):
-        return None
-    itemsize = t.dtype.itemsize
-    if not t.is_contiguous():
-        count = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+def _byte_range(t: torch.Tensor) -> tuple[int, int]:
+    """(first byte, byte after the last) of ``t``; equal where it owns no memory."""
+    if type(t) is not torch.Tensor and is_fake(t):
+        return 0, 0
     start = t.data_ptr()
-    return name, t.device, start, start + count * itemsize
+    if start == 0:  # Empty, or meta.
+        return 0, 0
+    if t.is_contiguous():
+        return start, start + t.nbytes
+    if t.nbytes == 0:
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+    return start, start + (last + 1) * t.dtype.itemsize
 
 
-def _compare(one: tuple[str, torch.device, int, int], other: tuple[str, torch.device, int, int]) -> None:
-    name, device, start, end = one
-    other_name, other_device, other_start, other_end = other
-    if start < other_end and other_start < end and device == other_device:
-        shared = min(end, other_end) - max(start, other_start)
-        raise OutputMismatchError(
-            f"{name}: expected memory of its own, got an overlap of {shared} bytes with {other_name} "
-            f"(bytes {start:#x} to {end:#x} and {other_start:#x} to {other_end:#x})"
-        )
+def _overlap(name: str, start: int, end: int, other: str, other_start: int, other_end: int) -> NoReturn:
+    shared = min(end, other_end) - max(start, other_start)
+    raise OutputMismatchError(
+        f"{name}: expected memory of its own, got {shared} bytes shared with {other} "
+        f"({name} is at {start:#x} to {end:#x}, {other} at {other_start:#x} to {other_end:#x})"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import keyword
 import operator
-import threading
 from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -22,7 +21,6 @@ _MAX_ROW_ELEMENTS = 2**40
 # Equal specs share one small integer: a lane is found by integers alone, without hashing names and shapes again.
 _keys: dict[tuple[Any, ...], int] = {}
 _next_key = itertools.count()
-_keys_lock = threading.Lock()
 
 
 class OutputSpec:
@@ -79,9 +77,7 @@ class OutputSpec:
                     f"OutputSpec: expected names that are identifiers without a leading underscore, got {name!r}"
                 )
             if name in ("count", "index"):
-                raise ValueError(
-                    f"OutputSpec: expected a name that is not a method of tuple, got {name!r}"
-                )
+                raise ValueError(f"OutputSpec: expected a name that is not a method of tuple, got {name!r}")
             if not isinstance(entry, tuple) or len(entry) != 2:
                 raise TypeError(f"{name}: expected (row_shape, dtype), got {entry!r}")
             shape, dtype = entry
@@ -94,9 +90,7 @@ class OutputSpec:
             for size in sizes:
                 elements *= size
             if elements > _MAX_ROW_ELEMENTS:
-                raise ValueError(
-                    f"{name}: expected at most {_MAX_ROW_ELEMENTS} elements a row, got {elements}"
-                )
+                raise ValueError(f"{name}: expected at most {_MAX_ROW_ELEMENTS} elements a row, got {elements}")
             names.append(name)
             shapes.append(sizes)
             dtypes.append(dtype)
@@ -108,10 +102,7 @@ class OutputSpec:
         set_field(self, "row_nbytes", sum(self.row_bytes))
         identity = (self.names, self.row_shapes, self.dtypes)
         set_field(self, "_hash", hash(identity))
-        with _keys_lock:
-            if identity not in _keys:
-                _keys[identity] = next(_next_key)
-        set_field(self, "key", _keys[identity])
+        set_field(self, "key", _keys.setdefault(identity, next(_next_key)))
         set_field(self, "outputs_type", _outputs_type(self.names))
 
     def nbytes(self, rows: int) -> int:
@@ -162,7 +153,7 @@ _outputs_types: dict[tuple[str, ...], type[Any]] = {}
 def _outputs_type(names: tuple[str, ...]) -> type[Any]:
     made = _outputs_types.get(names)
     if made is None:
-        made = _outputs_types.setdefault(names, namedtuple("Outputs", names, module=__name__))  # type: ignore[misc]  # noqa: PYI024
+        made = _outputs_types.setdefault(names, namedtuple("Outputs", names, module=__name__))  # noqa: PYI024
     return made
 
 

@@ -1,0 +1,317 @@
+"""Tensors over given memory, new at every hand-out, and whether anything still holds them.
+
+Note [Exact liveness]
+    Rationale: a slot may be reused exactly when no tensor, view, storage or other export of its last hand-out is left.
+    Whoever counts references of Python objects has to know about all of those, and to verify that a cached object is as
+    new as it was. A deleter needs neither: torch calls it when the storage itself ends.
+    Approach: each tensor is made from a DLPack capsule whose deleter is a C function that runs without Python: libc's
+    ``sem_post``. DLPack hands the deleter the address of the managed-tensor record; the record starts with its version,
+    ``major`` and ``minor``, two 32-bit integers. Read as a semaphore this is a count of ``major``, 1, without waiters; the
+    post makes it 2. So ``major`` says: 1 = handed out and live, anything else = not. Tensors are ended from any thread,
+    with or without the GIL, also while the interpreter exits; the post is one atomic addition.
+    Facts relied on: glibc keeps the count of a semaphore in its first 32 bits and the number of waiters in the next 32;
+    torch reads the version before it makes the tensor, copies shape and strides, and accepts ``dltensor_versioned``
+    capsules (torch 2.9 and newer). All of it is tried out once for each device type before it is used (``_posts``).
+    Where it does not hold, ``OwnerHandout`` serves by public means: an owner object that torch keeps, and a weak
+    reference to it. It costs several times as much.
+    Limits: whoever keeps only the number that ``data_ptr()`` gave is not seen.
+
+This module is the place of a native fast path: a compiled ``Handout`` with the same three methods.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+
+from . import host_memory
+from .errors import BufpoolError
+from .spec import OutputSpec
+from .torch_state import from_dlpack, normal_mode, to_dlpack
+
+__all__ = ["Handout", "OwnerHandout", "PostHandout", "make_handout"]
+
+
+class Handout(Protocol):
+    """What a slot needs: tensors over its memory, and whether the last ones live."""
+
+    def make(self, rows: int) -> Any:
+        """New outputs ``[rows, *row_shape]``, rows >= 1. The last ones must not live."""
+
+    def is_live(self) -> bool:
+        """Whether anything holds memory of the last outputs."""
+
+    def move(self, addresses: tuple[int, ...]) -> None:
+        """Use other base addresses from now on. The last outputs must not live."""
+
+    def release(self) -> None:
+        """End the bookkeeping. The last outputs must not live."""
+
+
+class _Record(ctypes.Structure):
+    """DLPack's DLManagedTensorVersioned, its DLTensor spread out."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("manager_ctx", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint32),  # code, bits: 8 bits each; lanes: 16 bits
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _UnversionedRecord(ctypes.Structure):
+    """The head of DLPack's DLManagedTensor, as ``torch.utils.dlpack.to_dlpack`` makes it."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint32),
+    ]
+
+
+_LIVE = 1
+_IDLE = 2
+_RECORD_BYTES = ctypes.sizeof(_Record)
+_WORDS = _RECORD_BYTES // 4  # 32-bit words from one record's state to the next
+
+_capsule_name = ctypes.create_string_buffer(b"dltensor_versioned")
+_NAME = ctypes.addressof(_capsule_name)
+_new_capsule = ctypes.pythonapi["PyCapsule_New"]
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+_capsule_pointer = ctypes.pythonapi["PyCapsule_GetPointer"]
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+@cache
+def _describe(device: torch.device, dtype: torch.dtype) -> tuple[int, int, int]:
+    """DLPack's device type, device id and dtype word, as torch itself writes them."""
+    # No elements: nothing is allocated, so this is legal inside a graph capture too.
+    capsule = to_dlpack(torch.empty(0, dtype=dtype, device=device))
+    record = _UnversionedRecord.from_address(_capsule_pointer(capsule, b"dltensor"))
+    return record.device_type, record.device_id, record.dtype
+
+
+@cache
+def _travels(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype comes back from DLPack as it went in."""
+    tensor = torch.empty(1, dtype=dtype, device="cpu")
+    try:
+        back = from_dlpack(to_dlpack(tensor))
+    except (BufferError, RuntimeError, ValueError):
+        return False
+    return back.dtype is dtype and back.shape == tensor.shape
+
+
+class PostHandout:
+    """New tensors from DLPack capsules; the deleter posts into the record (Note [Exact liveness])."""
+
+    __slots__ = ("_block", "_dims", "_outputs_type", "_places", "_pointers", "_records", "_rows", "_states")
+
+    def __init__(self, spec: OutputSpec, device: torch.device, addresses: tuple[int, ...]) -> None:
+        count = len(spec)
+        words = [_describe(device, dtype) for dtype in spec.dtypes]
+        dims_bytes = sum(16 * (1 + len(shape)) for shape in spec.row_shapes)
+        self._block = host_memory.allocate(count * _RECORD_BYTES + dims_bytes)
+        dims_start = self._block + count * _RECORD_BYTES
+        dims = (ctypes.c_int64 * (dims_bytes // 8)).from_address(dims_start)
+        self._records = (_Record * count).from_address(self._block)
+        places: list[tuple[int, int, int]] = []  # of each tensor: its record, its state word, its rows in dims
+        at = 0
+        for i, shape in enumerate(spec.row_shapes):
+            ndim = 1 + len(shape)
+            stride = 1
+            for axis in range(ndim - 1, 0, -1):
+                dims[at + axis] = shape[axis - 1]
+                dims[at + ndim + axis] = stride
+                stride *= shape[axis - 1]
+            dims[at + ndim] = stride
+            record = self._records[i]
+            record.major = _IDLE
+            record.deleter = host_memory.post_address()
+            record.data = addresses[i]
+            record.device_type, record.device_id, record.dtype = words[i]
+            record.ndim = ndim
+            record.shape = dims_start + 8 * at
+            record.strides = dims_start + 8 * (at + ndim)
+            places.append((self._block + i * _RECORD_BYTES, i * _WORDS, at))
+            at += 2 * ndim
+        # Views of memory that outlives them: a word is read and written without a call.
+        self._states = memoryview((ctypes.c_uint32 * (count * _WORDS)).from_address(self._block)).cast("B").cast("I")
+        self._dims = memoryview(dims).cast("B").cast("q")
+        self._places = tuple((pointer, state) for pointer, state, _ in places)
+        self._pointers = tuple(at for _, _, at in places)
+        self._outputs_type = spec.outputs_type
+        self._rows = 0
+
+    def make(self, rows: int) -> Any:
+        if rows != self._rows:
+            dims = self._dims
+            for at in self._pointers:
+                dims[at] = rows
+            self._rows = rows
+        states = self._states
+        tensors = []
+        try:
+            for pointer, state in self._places:
+                states[state] = _LIVE
+                tensors.append(from_dlpack(_new_capsule(pointer, _NAME, None)))
+        except BaseException:
+            tensors.clear()  # their ends are posted; what is still marked live was never made
+            for _, state in self._places:
+                states[state] = _IDLE
+            raise
+        return tuple.__new__(self._outputs_type, tensors)
+
+    def is_live(self) -> bool:
+        states = self._states
+        for _, state in self._places:  # noqa: SIM110 (any() with a generator costs three times as much)
+            if states[state] == _LIVE:
+                return True
+        return False
+
+    def move(self, addresses: tuple[int, ...]) -> None:
+        for record, address in zip(self._records, addresses, strict=True):
+            record.data = address
+
+    def release(self) -> None:
+        if self._block:
+            self._states.release()
+            self._dims.release()
+            host_memory.free(self._block)
+            self._block = 0
+
+
+class _HostOwner:
+    """Bytes of the host that torch.frombuffer keeps alive."""
+
+    @staticmethod
+    def storage(address: int, nbytes: int, device: torch.device) -> tuple[Any, torch.UntypedStorage]:
+        owner = (ctypes.c_uint8 * nbytes).from_address(address)
+        return owner, torch.frombuffer(owner, dtype=torch.uint8).untyped_storage()
+
+
+class _CudaOwner:
+    """Bytes of a CUDA device that torch.as_tensor keeps alive."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+    @staticmethod
+    def storage(address: int, nbytes: int, device: torch.device) -> tuple[Any, torch.UntypedStorage]:
+        owner = _CudaOwner(address, nbytes)
+        return owner, torch.as_tensor(owner, device=device).untyped_storage()
+
+
+_OWNERS: dict[str, Any] = {"cpu": _HostOwner, "cuda": _CudaOwner}
+
+
+class OwnerHandout:
+    """New tensors whose storage keeps an owner object; they live as long as it does."""
+
+    __slots__ = ("_addresses", "_device", "_owner", "_owners", "_spec")
+
+    def __init__(self, spec: OutputSpec, device: torch.device, addresses: tuple[int, ...]) -> None:
+        self._spec = spec
+        self._device = device
+        self._addresses = addresses
+        self._owners: list[weakref.ref[Any]] = []
+        self._owner: Any = _OWNERS.get(device.type)
+        if self._owner is None:
+            raise BufpoolError(
+                f"{device}: expected a device whose tensors torch can make over given memory, got none;"
+                " use FreshAllocator there"
+            )
+
+    def make(self, rows: int) -> Any:
+        spec = self._spec
+        tensors: list[torch.Tensor] = []
+        owners: list[weakref.ref[Any]] = []
+        for address, shape, dtype, row_bytes in zip(
+            self._addresses, spec.row_shapes, spec.dtypes, spec.row_bytes, strict=True
+        ):
+            owner, storage = self._owner.storage(address, rows * row_bytes, self._device)
+            owners.append(weakref.ref(owner))
+            del owner
+            tensor = torch.empty(0, dtype=dtype, device=self._device)
+            tensors.append(tensor.set_(storage, 0, (rows, *shape)))  # type: ignore[call-overload]
+            del storage
+        self._owners = owners
+        return spec.outputs_type(*tensors)
+
+    def is_live(self) -> bool:
+        return any(owner() is not None for owner in self._owners)
+
+    def move(self, addresses: tuple[int, ...]) -> None:
+        self._addresses = addresses
+
+    def release(self) -> None:
+        self._owners = []
+
+
+def _try_posts(device: torch.device, address: int) -> bool:
+    """Make, view and drop one tensor at ``address`` (64 bytes); whether its end, and nothing before, was seen."""
+    if sys.implementation.name != "cpython" or host_memory.post_address() is None:
+        return False
+    try:
+        handout = PostHandout(OutputSpec(probe=((4,), torch.float32)), device, (address,))
+        with normal_mode(False):
+            outputs = handout.make(4)
+    except (RuntimeError, TypeError, ValueError, BufferError):
+        return False
+    tensor = outputs[0]
+    exact = tensor.data_ptr() == address and tensor.shape == (4, 4) and tensor.device == device
+    exact = exact and tensor.untyped_storage().nbytes() == 64 and tensor.dtype is torch.float32
+    view = tensor[1:]
+    del outputs, tensor
+    seen = handout.is_live()
+    del view
+    seen = seen and not handout.is_live()
+    if not handout.is_live():
+        handout.release()
+    return exact and seen
+
+
+_posts: dict[str, bool] = {}
+
+
+def make_handout(spec: OutputSpec, device: torch.device, addresses: tuple[int, ...], probe_address: int) -> Handout:
+    """The quickest exact hand-out that works here.
+
+    Args:
+        spec: what is handed out.
+        device: where the memory is; with an index, except for the CPU.
+        addresses: base of each tensor.
+        probe_address: 64 bytes of the device that the first call for a device type may make a tensor over. They are not
+            read or written.
+
+    Raises:
+        BufpoolError: torch cannot make tensors over given memory on this device.
+    """
+    if device.type not in _posts:
+        _posts[device.type] = _try_posts(device, probe_address)
+    if _posts[device.type] and all(map(_travels, spec.dtypes)):
+        return PostHandout(spec, device, addresses)
+    return OwnerHandout(spec, device, addresses)

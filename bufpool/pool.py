@@ -1,0 +1,1047 @@
+"""The pool: finds the lane, lets a slot serve that nobody holds, grows it in place.
+
+Note [One acquire at a time]
+    Rationale: between finding a slot idle and handing it out nothing else may find it idle too.
+    Approach: one re-entrant lock for all pools of the process, held for a few microseconds, and a flag in each pool that
+    says that a call is under way. (With a lock each, finalizers that call other pools could wait for one another.) A
+    collection inside a call can run somebody's ``__del__`` that calls the pool again from the same thread: it gets through
+    the lock, sees the flag, and is served from ``torch.empty`` (a counted spill) instead of touching half-changed lanes;
+    calls other than ``acquire`` raise. Nothing else can deadlock: no logging, no ``empty_cache`` and no user code runs
+    under the lock, and finalizers only append to a queue.
+    Limits: inside a capture a re-entrant ``acquire`` raises, because torch.empty would draw from the graph's private pool.
+
+Concurrency:
+    Every public method may be called from any thread, also on free-threaded Python. ``sleep``, ``trim`` and ``close`` wait
+    for the device before they take memory away. A forked child may use host lanes; CUDA lanes raise there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from . import driver, host_memory
+from .allocator import FreshAllocator, Like, home_device
+from .arena import ADDRESS_BUDGET
+from .errors import BufpoolError, CaptureError, PoolLimitError
+from .lane import Lane, LaneKey
+from .pin import Pin
+from .slot import Slot
+from .spec import OutputSpec, row_count
+from .stats import LaneStats, PoolStats
+from .torch_state import (
+    current_device,
+    dispatch_depth,
+    has_no_memory,
+    is_current_stream_capturing,
+    is_inference,
+    is_tracing,
+    normal_mode,
+    raw_stream,
+    tracing_mode,
+)
+
+__all__ = ["OutputPool", "default_pool", "set_default_pool"]
+
+_logger = logging.getLogger("bufpool")
+_fresh = FreshAllocator()
+_PER_THREAD_STREAM = 2
+_lock = threading.RLock()
+_ARENAS = ("auto", "cuda", "host", "torch")
+
+_Note = tuple[int, str]  # logging level and text, emitted when the lock is free again
+
+
+class OutputPool:
+    """Hands out kernel outputs with ``torch.empty`` semantics on memory whose addresses never move.
+
+    Args:
+        max_bytes: most mapped bytes on each device; None for the device's own limit.
+        max_slots: results of one eager lane that may be held at once before the next one spills to ``torch.empty``.
+        arena: ``auto`` (CUDA virtual memory on CUDA, a lazily committed range on the host, torch's allocator elsewhere), or
+            one of ``cuda``, ``host``, ``torch`` to insist.
+        trace: remember where each held result was acquired; ``stats()`` lists it. Costs some microseconds a call.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong kind.
+
+    Example:
+        >>> import torch, bufpool
+        >>> spec = bufpool.OutputSpec(out=((4, 8), torch.bfloat16), lse=((4,), torch.float32))
+        >>> pool = bufpool.OutputPool()
+        >>> q = torch.zeros(10, 4, 8)
+        >>> out, lse = pool.acquire(spec, rows=10, like=q)
+        >>> tuple(out.shape), tuple(lse.shape)
+        ((10, 4, 8), (10, 4))
+    """
+
+    def __init__(
+        self, max_bytes: int | None = None, max_slots: int = 8, *, arena: str = "auto", trace: bool = False
+    ) -> None:
+        if max_bytes is not None:
+            max_bytes = _positive("max_bytes", max_bytes)
+        self._max_slots = _positive("max_slots", max_slots)
+        if arena not in _ARENAS:
+            raise ValueError(f"arena: expected one of {', '.join(_ARENAS)}, got {arena!r}")
+        self._max_bytes = max_bytes
+        self._arena = arena
+        self._trace = bool(trace)
+        self._lock = _lock
+        self._busy = False
+        self._has_lost_cuda = False
+        self._lanes: dict[tuple[Any, ...], Lane] = {}
+        self._quick: dict[tuple[Any, ...], Lane] = {} if trace else self._lanes
+        """What the hit path sees: the eager lanes, or nothing while the pool is closed, asleep or traced."""
+        self._captures: dict[tuple[Any, ...], Lane] = {}
+        self._free: list[Slot] = []
+        self._slots: list[Slot] = []  # all of them; the finalizer owns this list too
+        self._former = _Counts()
+        self._peak_bytes = 0
+        self._is_asleep = False
+        self._is_closed = False
+        self._finalizer = weakref.finalize(self, _retired.extend, self._slots)
+        self._finalizer.atexit = False
+        _watch_forks()
+        _pools.add(self)
+
+    # Handing out
+
+    def acquire(self, spec: OutputSpec, rows: int, like: Like) -> Any:
+        """Return outputs ``[rows, *row_shape]`` for a kernel that writes every one of their rows.
+
+        The tensors are contiguous, new in every respect (leaf, no grad, storage of exactly their rows), on the device of
+        ``like``, ordered after earlier work of its current stream, and start at a multiple of 256 bytes. Their contents
+        are undefined. The memory is handed out again only when no tensor, view, storage or other export of it is left;
+        holding only ``data_ptr()`` does not count.
+
+        Args:
+            spec: what the kernel writes.
+            rows: leading dimension, >= 0. With 0 no memory is touched.
+            like: an input tensor, or several (a sequence, or a mapping of names): the outputs live where they live.
+
+        Returns:
+            A named tuple of tensors in the order of the spec.
+
+        Raises:
+            DeviceMismatchError: the tensors of ``like`` are on different devices.
+            PoolLimitError: ``max_bytes``, the device's memory or the address range is too small.
+            CaptureError: inside a graph capture, an arena of kind ``torch`` would have to grow.
+            BufpoolError: the pool is closed or asleep, or was made before this process was forked.
+            TypeError, ValueError: an argument of the wrong kind.
+        """
+        if is_tracing():
+            return _fresh.acquire(spec, rows, like)
+        tensor = like if type(like) is torch.Tensor else _first_of(like)
+        if type(rows) is int and tensor is not None and type(spec) is OutputSpec and not dispatch_depth():
+            index = tensor.get_device()
+            if index >= 0:
+                stream = raw_stream(index) if tensor.is_cuda else _PER_THREAD_STREAM
+                is_plain = stream == 0 or (
+                    stream != _PER_THREAD_STREAM and index == current_device() and not is_current_stream_capturing()
+                )
+            else:
+                stream = 0
+                is_plain = tensor.is_cpu
+            if is_plain:
+                with self._lock:
+                    lane = self._quick.get((index, stream, spec.key))
+                    if lane is not None and not self._busy:
+                        slot = lane.current
+                        if slot is not None and 0 < rows <= slot.capacity and not slot.readers and not slot.is_live():
+                            self._busy = True
+                            try:
+                                if is_inference():
+                                    with normal_mode(False):
+                                        outputs = slot.hand_out(rows)
+                                else:
+                                    outputs = slot.hand_out(rows)
+                                lane.acquires += 1
+                                return outputs
+                            finally:
+                                self._busy = False
+        return self._acquire(spec, rows, like)
+
+    def _acquire(self, spec: OutputSpec, rows: Any, like: Like) -> Any:
+        """Everything that the hit path leaves out."""
+        if not isinstance(spec, OutputSpec):
+            raise TypeError(f"spec: expected an OutputSpec, got {spec!r}")
+        if isinstance(rows, torch.SymInt):
+            return _fresh.acquire(spec, rows, like)
+        rows = row_count(rows)
+        device = home_device(like)
+        if has_no_memory(like) or tracing_mode():
+            return _fresh.acquire(spec, rows, like)
+        if rows == 0:
+            self._check_usable(device)
+            with self._entered("acquire"):
+                self._former.acquires += 1
+            return _fresh.acquire(spec, 0, like)
+        place = _Place(spec, device)
+        site = _call_site() if self._trace else None
+
+        def serve(notes: list[_Note]) -> Any:
+            with normal_mode(False):
+                return self._serve(place, rows, site, notes)
+
+        if self._busy and self._is_owned():
+            return self._reentered(place, rows, like)
+        outputs = self._with_memory("acquire", place, serve)
+        if outputs is None:
+            outputs = _fresh.acquire(spec, rows, like)
+        return outputs
+
+    def _reentered(self, place: _Place, rows: int, like: Like) -> Any:
+        """Serve a call that a finalizer made inside another call of the same thread (Note [One acquire at a time])."""
+        if place.capture is not None:
+            raise CaptureError("acquire: expected no call from a finalizer inside a capture, got one")
+        self._former.acquires += 1
+        self._former.misses += 1
+        self._former.spills += 1
+        return _fresh.acquire(place.spec, rows, like)
+
+    def _serve(self, place: _Place, rows: int, site: str | None, notes: list[_Note]) -> Any:
+        """Outputs from a slot of the lane; None for a spill. Under the lock. Commits last."""
+        self._check_usable(place.device)
+        lanes = self._lanes if place.capture is None else self._captures
+        lane = lanes.get(place.key)
+        is_new_lane = lane is None
+        if lane is None:
+            lane = Lane(place.lane_key())
+        slot = lane.idle_slot(rows)
+        is_new_slot = slot is None
+        if slot is None:
+            slot = self._free_slot(place, rows)
+        is_from_free = is_new_slot and slot is not None
+        if slot is None and place.capture is None and len(lane.slots) >= self._max_slots:
+            self._spill(lane, place, notes)
+            return None
+        if slot is None:
+            slot = self._new_slot(place, rows)
+        is_growing = rows > slot.capacity
+        try:
+            if slot.readers and not _wait_for_readers(slot):
+                self._spill(lane, place, notes)
+                return None
+            if is_growing:
+                self._grow(slot, rows, place.capture is not None, notes)
+            if place.capture is not None and all(pin.capture_id != place.capture for pin in slot.pins):
+                slot.pins.append(Pin(place.capture, place.graph))
+            outputs = slot.hand_out(rows)
+        except BaseException:
+            if is_new_slot and not is_from_free:
+                if slot.pins:
+                    self._free.append(slot)  # a graph may have seen it already
+                else:
+                    self._discard(slot)
+            raise
+        slot.site = site
+        if is_new_lane:
+            lanes[place.key] = lane
+        if is_from_free:
+            self._free.remove(slot)
+        if is_new_slot:
+            lane.slots.append(slot)
+        if lane.current is not None and lane.current is not slot:
+            lane.rotations += 1
+        lane.current = slot
+        lane.was_used = True
+        lane.acquires += 1
+        lane.misses += is_growing or (is_new_slot and not is_from_free)
+        lane.grows += is_growing
+        lane.peak_mapped_bytes = max(lane.peak_mapped_bytes, lane.mapped_bytes)
+        return outputs
+
+    def _spill(self, lane: Lane, place: _Place, notes: list[_Note]) -> None:
+        lane.acquires += 1
+        lane.misses += 1
+        lane.spills += 1
+        if not lane.was_warned:
+            lane.was_warned = True
+            notes.append(
+                (
+                    logging.WARNING,
+                    f"{place.device}: all {len(lane.slots)} slots of ({', '.join(place.spec.names)}) are held; this and"
+                    " further results come from torch.empty until one is dropped (stats().spills counts them;"
+                    " trace=True says who holds)",
+                )
+            )
+
+    def reserve(self, spec: OutputSpec, rows: int, like: Like | torch.device | str) -> None:
+        """Map memory for ``rows`` rows ahead of need; hands nothing out.
+
+        The next result on the current stream of the device of ``like`` finds its memory mapped. If no slot of that lane is
+        idle, or there is no such lane yet, the memory waits for the first lane, or capture, of the same spec and device
+        that needs a slot. Reserving the same again maps nothing more.
+
+        Args:
+            spec: what will be acquired.
+            rows: how many rows, >= 0.
+            like: a tensor, several, or a device.
+
+        Raises:
+            Like ``acquire``.
+        """
+        if not isinstance(spec, OutputSpec):
+            raise TypeError(f"spec: expected an OutputSpec, got {spec!r}")
+        rows = row_count(rows)
+        device = _device_of(like) if isinstance(like, (str, torch.device)) else home_device(like)
+        if rows == 0 or device.type == "meta":
+            return
+        place = _Place(spec, device)
+
+        def serve(notes: list[_Note]) -> bool:
+            self._check_usable(place.device)
+            lane = (self._lanes if place.capture is None else self._captures).get(place.key)
+            slot = lane.idle_slot(rows) if lane is not None else None
+            is_free = slot is None
+            if slot is None:
+                slot = self._free_slot(place, rows)
+            is_new = slot is None
+            if slot is None:
+                slot = self._new_slot(place, rows)
+            try:
+                is_growing = rows > slot.capacity
+                if is_growing:
+                    self._grow(slot, rows, place.capture is not None, notes)
+            except BaseException:
+                if is_new:
+                    self._discard(slot)
+                raise
+            slot.high_water_rows = max(slot.high_water_rows, rows)
+            if is_new:
+                self._free.append(slot)
+            if is_free:
+                self._former.grows += is_growing
+            elif lane is not None:
+                lane.grows += is_growing
+                lane.peak_mapped_bytes = max(lane.peak_mapped_bytes, lane.mapped_bytes)
+            return True
+
+        self._with_memory("reserve", place, serve)
+
+    def record_stream(self, outputs: torch.Tensor | Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
+        """Declare that ``stream`` reads these results; their memory is reused only after its work.
+
+        What is queued on ``stream`` until the last holder drops the result counts, also work queued after this call.
+        ``torch.Tensor.record_stream`` has no effect on memory of the pool: use this one. Results that spilled are torch's
+        own memory and are passed on to it.
+
+        Args:
+            outputs: what ``acquire`` returned, or some of its tensors, or views of them.
+            stream: the stream that reads.
+
+        Raises:
+            TypeError: not tensors, or not a CUDA stream.
+            ValueError: a tensor is not on a CUDA device, or belongs to another pool.
+        """
+        if not isinstance(stream, torch.cuda.Stream):
+            raise TypeError(f"stream: expected a torch.cuda.Stream, got {stream!r}")
+        for tensor in [outputs] if isinstance(outputs, torch.Tensor) else list(outputs):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"outputs: expected tensors, got {tensor!r}")
+            if not tensor.is_cuda:
+                raise ValueError(f"outputs: expected tensors on a CUDA device, got one on {tensor.device}")
+            if tensor.numel() == 0:
+                continue
+            address = tensor.untyped_storage().data_ptr()
+            with self._entered("record_stream"):
+                slot = next((slot for slot in self._slots if slot.has_address(address)), None)
+                if slot is not None:
+                    if all(reader.cuda_stream != stream.cuda_stream for reader in slot.readers):
+                        slot.readers = [*slot.readers, stream]
+                    continue
+            for pool in list(_pools):
+                if pool is not self and any(slot.has_address(address) for slot in list(pool._slots)):
+                    raise ValueError("outputs: expected a result of this pool, got one of another pool")
+            tensor.record_stream(stream)
+
+    # Memory
+
+    def _with_memory(self, call: str, place: _Place, serve: Callable[[list[_Note]], Any]) -> Any:
+        """Run ``serve`` under the lock; on lack of memory make room, first in torch's cache, then here, and try again."""
+        for attempt in range(3):
+            notes: list[_Note] = []
+            try:
+                with self._entered(call):
+                    self._collect(place.capture is not None)
+                    if attempt == 2:
+                        self._evict(place.device, None, notes)
+                    return serve(notes)
+            except driver.DeviceOutOfMemoryError as error:
+                # Making room may synchronise and call torch: legal only while nothing captures.
+                if attempt == 2 or place.capture is not None or self._capturing(place.device):
+                    raise _out_of_memory(place.device, place.spec, error) from error
+                if attempt == 0 and place.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            finally:
+                _emit(notes)
+        raise AssertionError("unreachable")
+
+    def _new_slot(self, place: _Place, rows: int) -> Slot:
+        kind = self._arena_kind(place.device)
+        try:
+            slot = Slot(place.spec, place.device, kind, rows)
+        except PoolLimitError:
+            # Address space is short: lanes that nobody uses give theirs back.
+            if place.capture is not None or not self._release_idle(place.device):
+                raise
+            slot = Slot(place.spec, place.device, kind, rows)
+        self._slots.append(slot)
+        return slot
+
+    def _free_slot(self, place: _Place, rows: int) -> Slot | None:
+        """The free slot of the same spec and device that fits best; it stays in the list."""
+        fitting = [
+            slot
+            for slot in self._free
+            if slot.device == place.device and slot.spec == place.spec and not slot.is_live() and not slot.is_pinned()
+        ]
+        with_room = [slot for slot in fitting if slot.capacity >= rows]
+        if with_room:
+            return min(with_room, key=lambda slot: slot.capacity)
+        return max(fitting, key=lambda slot: slot.capacity, default=None)
+
+    def _discard(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        slot.release()
+
+    def _grow(self, slot: Slot, rows: int, is_capture: bool, notes: list[_Note]) -> None:
+        slot.check_reservation(rows)
+        former = slot.mapped_bytes
+        added = slot.bytes_for(rows) - former
+        if self._max_bytes is not None:
+            self._make_room(slot, added, is_capture, notes)
+        slot.grow(rows)
+        self._note_peak()
+        notes.append(
+            (
+                logging.INFO,
+                f"{slot.device}: mapped {slot.mapped_bytes - former} bytes more for {rows} rows of"
+                f" ({', '.join(slot.spec.names)}), {slot.mapped_bytes} bytes in this slot",
+            )
+        )
+
+    def _make_room(self, slot: Slot, added: int, is_capture: bool, notes: list[_Note]) -> None:
+        """Unmap idle slots until ``added`` bytes fit under ``max_bytes``; change nothing if they cannot."""
+        limit = self._max_bytes
+        assert limit is not None
+        have = self._mapped_bytes(slot.device)
+        excess = have + added - limit
+        if excess <= 0:
+            return
+        what = f"{slot.device}: max_bytes of the pool"
+        idle = self._idle_slots(slot.device, slot)
+        if sum(other.mapped_bytes for other in idle) < excess:
+            raise PoolLimitError(what, need=added, have=have, limit=limit)
+        if is_capture or self._capturing(slot.device):
+            raise PoolLimitError(f"{what} (idle slots stay mapped during a capture)", need=added, have=have, limit=limit)
+        self._evict(slot.device, slot, notes, excess)
+
+    def _idle_slots(self, device: torch.device, keep: Slot | None) -> list[Slot]:
+        """Mapped slots of the device that neither live nor are pinned, largest first."""
+        idle = [
+            slot
+            for slot in self._slots
+            if slot is not keep
+            and slot.device == device
+            and slot.mapped_bytes
+            and self._is_ours(slot)
+            and not slot.is_live()
+            and not slot.is_pinned()
+        ]
+        return sorted(idle, key=lambda slot: slot.mapped_bytes, reverse=True)
+
+    def _evict(self, device: torch.device, keep: Slot | None, notes: list[_Note], enough: int | None = None) -> None:
+        """Unmap idle slots of the device, until ``enough`` bytes came free. The caller made sure that nothing captures."""
+        idle = self._idle_slots(device, keep)
+        if not idle:
+            return
+        _synchronize(device)
+        freed = 0
+        for slot in idle:
+            if enough is not None and freed >= enough:
+                break
+            freed += slot.shrink(0)
+            slot.readers = []
+        notes.append((logging.INFO, f"{device}: unmapped {freed} bytes of idle slots to make room"))
+
+    def _release_idle(self, device: torch.device) -> int:
+        """Release idle slots of the device with their address ranges; returns how many."""
+        idle = [
+            slot
+            for slot in self._slots
+            if slot.device == device and self._is_ours(slot) and not slot.is_live() and not slot.is_pinned()
+        ]
+        if not idle or self._capturing(device):
+            return 0
+        _synchronize(device)
+        for slot in idle:
+            self._drop(slot)
+        return len(idle)
+
+    def _drop(self, slot: Slot) -> None:
+        """Release a slot and take it out of its lane or the free list. The device is synchronised."""
+        if slot in self._free:
+            self._free.remove(slot)
+        for lanes in (self._lanes, self._captures):
+            for key, lane in list(lanes.items()):
+                if slot in lane.slots:
+                    lane.slots.remove(slot)
+                    if lane.current is slot:
+                        lane.current = None
+                    if not lane.slots:
+                        self._forget(lanes, key)
+        self._discard(slot)
+
+    def _forget(self, lanes: dict[tuple[Any, ...], Lane], key: tuple[Any, ...]) -> None:
+        self._former.add(lanes.pop(key))
+
+    def _collect(self, is_capture: bool) -> None:
+        """Take back slots of graphs that are gone, and memory of pools that are gone. Not inside a capture."""
+        if is_capture:
+            return
+        for key, lane in list(self._captures.items()):
+            for slot in [slot for slot in lane.slots if not slot.is_pinned() and not slot.is_live()]:
+                lane.slots.remove(slot)
+                if lane.current is slot:
+                    lane.current = None
+                self._free.append(slot)
+            if not lane.slots:
+                self._forget(self._captures, key)
+        if _retired:
+            _release_retired()
+
+    def trim(self) -> int:
+        """Give back memory above the rows in use; addresses stay. Returns bytes given back.
+
+        A slot keeps the rows of the result that somebody holds, and all that a graph contains. Lanes that nobody used
+        since the last ``trim`` are dropped together with their addresses: lanes of streams that are gone go this way.
+
+        Raises:
+            CaptureError: something captures.
+            BufpoolError: called from a finalizer inside another call, or the pool is closed.
+        """
+        notes: list[_Note] = []
+        try:
+            with self._entered("trim"):
+                self._check_open()
+                self._refuse_capture("trim")
+                self._collect(False)
+                freed = 0
+                synchronized: set[torch.device] = set()
+                for slot in list(self._slots):
+                    if not self._is_ours(slot) or slot.is_pinned():
+                        continue
+                    kept = slot.rows if slot.is_live() else 0
+                    if slot.bytes_for(0) == 0 or (kept and kept == slot.capacity):
+                        continue
+                    if slot.device not in synchronized:
+                        _synchronize(slot.device)
+                        synchronized.add(slot.device)
+                    freed += slot.shrink(kept)
+                    if not kept:
+                        slot.readers = []
+                for key, lane in list(self._lanes.items()):
+                    if not lane.was_used and not any(slot.is_live() or slot.is_pinned() for slot in lane.slots):
+                        if lane.key.device not in synchronized:
+                            _synchronize(lane.key.device)
+                            synchronized.add(lane.key.device)
+                        for slot in list(lane.slots):
+                            self._discard(slot)
+                        self._forget(self._lanes, key)
+                    lane.was_used = False
+                notes.append((logging.INFO, f"trim: gave back {freed} bytes"))
+                return freed
+        finally:
+            _emit(notes)
+
+    def sleep(self) -> None:
+        """Give all physical memory back and keep the addresses; ``acquire`` raises until ``wake()``.
+
+        Results of graphs may be held: their bytes are undefined until the next replay after ``wake()``.
+
+        Raises:
+            BufpoolError: an eager result is live (the text says how many), or the pool sleeps or is closed.
+            CaptureError: something captures.
+        """
+        notes: list[_Note] = []
+        try:
+            with self._entered("sleep"):
+                self._check_open()
+                if self._is_asleep:
+                    raise BufpoolError("sleep: expected a pool that is awake, got one that sleeps")
+                self._refuse_capture("sleep")
+                self._collect(False)
+                ours = [slot for slot in self._slots if self._is_ours(slot)]
+                live = [slot for slot in ours if slot.is_live() and not slot.is_pinned()]
+                if live:
+                    raise BufpoolError(f"sleep: expected no live result outside graphs, got {len(live)}")
+                fixed = [slot for slot in ours if not slot.is_stable and slot.is_pinned()]
+                if fixed:
+                    raise BufpoolError(
+                        f"sleep: expected graphs on address-stable arenas, got {len(fixed)} slots of kind 'torch'"
+                    )
+                for device in {slot.device for slot in ours if slot.mapped_bytes}:
+                    _synchronize(device)
+                freed = sum(slot.mapped_bytes for slot in ours)
+                asleep: list[Slot] = []
+                try:
+                    for slot in ours:
+                        slot.sleep()
+                        asleep.append(slot)
+                except BaseException:
+                    for slot in asleep:
+                        slot.wake()
+                    raise
+                for slot in ours:
+                    slot.readers = []
+                self._is_asleep = True
+                self._show_lanes()
+                notes.append((logging.INFO, f"sleep: gave back {freed} bytes"))
+        finally:
+            _emit(notes)
+
+    def wake(self) -> None:
+        """Map after ``sleep()`` the same sizes at the same addresses. All or nothing.
+
+        Raises:
+            PoolLimitError: the memory is not there any more; the pool still sleeps.
+            BufpoolError: the pool does not sleep or is closed.
+        """
+        for attempt in range(2):
+            notes: list[_Note] = []
+            try:
+                with self._entered("wake"):
+                    self._check_open()
+                    if not self._is_asleep:
+                        raise BufpoolError("wake: expected a pool that sleeps, got one that is awake")
+                    woken: list[Slot] = []
+                    try:
+                        for slot in self._slots:
+                            slot.wake()
+                            woken.append(slot)
+                    except BaseException:
+                        for slot in woken:
+                            slot.sleep()
+                        raise
+                    self._is_asleep = False
+                    self._show_lanes()
+                    self._note_peak()
+                    notes.append((logging.INFO, f"wake: mapped {sum(slot.mapped_bytes for slot in woken)} bytes again"))
+                    return
+            except driver.DeviceOutOfMemoryError as error:
+                need = sum(sum(slot.asleep_bytes or ()) for slot in self._slots)
+                if attempt == 1:
+                    raise PoolLimitError("wake", need=need, have=0, limit=_free_bytes(self._slots)) from error
+                torch.cuda.empty_cache()
+            finally:
+                _emit(notes)
+
+    def close(self) -> None:
+        """Refuse further calls and give back what is idle. Results still held and graphs keep their memory until they die.
+
+        Closing twice is allowed.
+        """
+        with self._entered("close"):
+            self._is_closed = True
+            self._show_lanes()
+            for lanes in (self._lanes, self._captures):
+                for key in list(lanes):
+                    self._forget(lanes, key)
+            self._free.clear()
+            slots, self._slots[:] = list(self._slots), []
+            for slot in slots:
+                # What no graph can report as gone lasts until now, by contract.
+                slot.pins = [pin for pin in slot.pins if pin.is_tracked]
+            _retired.extend(slots)
+        _release_retired()
+
+    def __enter__(self) -> OutputPool:  # noqa: PYI034
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # Numbers
+
+    def stats(self) -> PoolStats:
+        """What the pool did and holds, in sum and per lane."""
+        with self._entered("stats"):
+            every = [*self._lanes.values(), *self._captures.values()]
+            lanes = tuple(self._lane_stats(lane) for lane in every)
+            former = self._former
+            slots = self._slots
+            live = [slot for slot in slots if slot.is_live()]
+            return PoolStats(
+                arena="+".join(sorted({slot.kind for slot in slots})),
+                acquires=former.acquires + sum(lane.acquires for lane in every),
+                hits=former.acquires - former.misses + sum(lane.hits for lane in lanes),
+                grows=former.grows + sum(lane.grows for lane in every),
+                rotations=former.rotations + sum(lane.rotations for lane in every),
+                spills=former.spills + sum(lane.spills for lane in every),
+                slots=len(slots),
+                free_slots=len(self._free),
+                live_slots=len(live),
+                pinned_slots=sum(slot.is_pinned() for slot in slots),
+                reserved_bytes=sum(slot.reserved_bytes for slot in slots),
+                mapped_bytes=sum(slot.mapped_bytes for slot in slots),
+                in_use_bytes=sum(slot.spec.nbytes(slot.rows) for slot in live),
+                needed_bytes=sum(slot.spec.nbytes(slot.high_water_rows) for slot in slots),
+                peak_mapped_bytes=self._peak_bytes,
+                short_reservations=sum(slot.is_short for slot in slots),
+                asleep=self._is_asleep,
+                lanes=lanes,
+            )
+
+    def _lane_stats(self, lane: Lane) -> LaneStats:
+        key, slots = lane.key, lane.slots
+        live = [slot for slot in slots if slot.is_live()]
+        return LaneStats(
+            device=str(key.device),
+            stream=key.stream,
+            capture=key.capture,
+            spec=key.spec,
+            arena="+".join(sorted({slot.kind for slot in slots})),
+            acquires=lane.acquires,
+            hits=lane.acquires - lane.misses,
+            grows=lane.grows,
+            rotations=lane.rotations,
+            spills=lane.spills,
+            slots=len(slots),
+            live_slots=len(live),
+            pinned_slots=sum(slot.is_pinned() for slot in slots),
+            reserved_bytes=sum(slot.reserved_bytes for slot in slots),
+            mapped_bytes=lane.mapped_bytes,
+            in_use_bytes=sum(slot.spec.nbytes(slot.rows) for slot in live),
+            needed_bytes=sum(slot.spec.nbytes(slot.high_water_rows) for slot in slots),
+            peak_mapped_bytes=lane.peak_mapped_bytes,
+            holders=tuple(slot.site for slot in live if slot.site is not None),
+        )
+
+    def report(self) -> str:
+        """``stats()`` as a plain-text table."""
+        return self.stats().report()
+
+    def reset_peak_stats(self) -> None:
+        """Let ``peak_mapped_bytes`` start again from what is mapped now."""
+        with self._entered("reset_peak_stats"):
+            self._peak_bytes = self._mapped_bytes(None)
+            for lane in [*self._lanes.values(), *self._captures.values()]:
+                lane.peak_mapped_bytes = lane.mapped_bytes
+
+    # State
+
+    @contextlib.contextmanager
+    def _entered(self, call: str) -> Iterator[None]:
+        """Hold the lock; refuse a call that a finalizer makes inside another one (Note [One acquire at a time])."""
+        with self._lock:
+            if self._busy:
+                raise BufpoolError(f"{call}: expected no call of the pool from a finalizer inside another one, got one")
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+
+    def _is_owned(self) -> bool:
+        """Whether this thread holds the lock."""
+        return self._lock._is_owned()  # type: ignore[attr-defined, no-any-return]
+
+    def _show_lanes(self) -> None:
+        """Let the hit path see the eager lanes, or none."""
+        self._quick = {} if self._trace or self._is_asleep or self._is_closed else self._lanes
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise BufpoolError("pool: expected an open pool, got a closed one")
+
+    def _check_usable(self, device: torch.device) -> None:
+        self._check_open()
+        if self._is_asleep:
+            raise BufpoolError("pool: expected a pool that is awake, got one that sleeps; call wake()")
+        if device.type != "cpu" and self._has_lost_cuda:
+            raise BufpoolError(
+                f"{device}: expected the process that started CUDA, got a forked child; start it with 'spawn'"
+            )
+
+    def _arena_kind(self, device: torch.device) -> str:
+        natural = "torch"
+        if device.type == "cuda" and driver.is_available() and driver.supports_virtual_memory(device.index):
+            natural = "cuda"
+        elif device.type == "cpu" and host_memory.is_available():
+            natural = "host"
+        if self._arena in ("auto", natural, "torch"):
+            return natural if self._arena == "auto" else self._arena
+        reason = driver.unavailable_reason() if self._arena == "cuda" and device.type == "cuda" else None
+        raise BufpoolError(
+            f"{device}: expected a device that an arena of kind {self._arena!r} can serve"
+            + (f", got none: {reason}" if reason else f", got one for kind {natural!r}")
+        )
+
+    def _mapped_bytes(self, device: torch.device | None) -> int:
+        return sum(slot.mapped_bytes for slot in self._slots if device is None or slot.device == device)
+
+    def _note_peak(self) -> None:
+        self._peak_bytes = max(self._peak_bytes, self._mapped_bytes(None))
+
+    def _capturing(self, device: torch.device) -> bool:
+        """Whether something captures on the device, as far as can be seen."""
+        if device.type != "cuda" or not driver.is_available():
+            return False
+        known = {lane.key.stream for lane in self._captures.values() if lane.key.device == device}
+        return driver.capturing_stream(device.index, known) is not None
+
+    def _refuse_capture(self, call: str) -> None:
+        for device in {slot.device for slot in self._slots if self._is_ours(slot)}:
+            if self._capturing(device):
+                raise CaptureError(f"{call}: expected no graph capture on {device}, got one under way")
+
+    @staticmethod
+    def _is_ours(slot: Slot) -> bool:
+        """Whether this process may touch the slot: CUDA memory of the parent means nothing in a forked child."""
+        return slot.device.type == "cpu" or slot.process_id == os.getpid()
+
+    def _after_fork(self) -> None:
+        """In the child: a free lock, and no CUDA lanes."""
+        self._lock = _lock
+        self._busy = False
+        self._has_lost_cuda = any(slot.device.type != "cpu" for slot in self._slots)
+        self._free = [slot for slot in self._free if slot.device.type == "cpu"]
+        for lanes in (self._lanes, self._captures):
+            for key, lane in list(lanes.items()):
+                if lane.key.device.type != "cpu":
+                    self._forget(lanes, key)
+
+
+class _Counts:
+    """Counters of calls that no lane of today owns."""
+
+    def __init__(self) -> None:
+        self.acquires = 0
+        self.misses = 0
+        self.grows = 0
+        self.rotations = 0
+        self.spills = 0
+
+    def add(self, lane: Lane) -> None:
+        self.acquires += lane.acquires
+        self.misses += lane.misses
+        self.grows += lane.grows
+        self.rotations += lane.rotations
+        self.spills += lane.spills
+
+
+class _Place:
+    """Where a call is served: device with index, stream, thread and capture."""
+
+    __slots__ = ("capture", "device", "graph", "key", "spec", "stream", "thread")
+
+    def __init__(self, spec: OutputSpec, device: torch.device) -> None:
+        self.spec = spec
+        self.stream = 0
+        self.thread = 0
+        self.capture: int | None = None
+        self.graph: Any = None
+        if device.type == "cpu":
+            self.device = torch.device("cpu")
+            self.key: tuple[Any, ...] = (-1, 0, spec.key)
+            return
+        if device.type != "cuda":
+            self.device = device
+            self.key = (str(device), 0, spec.key)
+            return
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self.stream = raw_stream(device.index)
+        if self.stream == _PER_THREAD_STREAM:
+            self.thread = threading.get_ident()
+        if self.stream != 0:
+            self._find_capture()
+        self.key = (device.index, self.stream, spec.key)
+        if self.thread:
+            self.key += (self.thread,)
+        if self.capture is not None:
+            self.key = (self.capture, *self.key)
+
+    def _find_capture(self) -> None:
+        if driver.is_available():
+            found = driver.capture_of(self.stream)
+            if found is not None:
+                self.capture, self.graph = found
+            return
+        with torch.cuda.device(self.device):
+            if is_current_stream_capturing():
+                raise CaptureError(
+                    f"{self.device}: expected cuda.bindings for a call inside a capture, got none"
+                    f" ({driver.unavailable_reason()})"
+                )
+
+    def lane_key(self) -> LaneKey:
+        return LaneKey(self.device, self.stream, self.thread, self.capture, self.spec)
+
+
+def _positive(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: expected an integer >= 1, got {value!r}")
+    number = int(value.__index__())
+    if number < 1:
+        raise ValueError(f"{name}: expected an integer >= 1, got {number}")
+    return number
+
+
+def _first_of(like: Any) -> torch.Tensor | None:
+    """The first of several plain tensors that share a device; None where a closer look is needed."""
+    if type(like) is not tuple and type(like) is not list:
+        return None
+    first: torch.Tensor | None = None
+    for tensor in like:
+        if type(tensor) is not torch.Tensor:
+            return None
+        if first is None:
+            first = tensor
+        elif tensor.get_device() != first.get_device() or tensor.is_cpu is not first.is_cpu:
+            return None
+    return first
+
+
+def _device_of(like: str | torch.device) -> torch.device:
+    """``like`` as a device that is there."""
+    device = torch.device(like)
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        if device.index is not None and device.index >= torch.cuda.device_count():
+            raise ValueError(f"like: expected one of {torch.cuda.device_count()} CUDA devices, got {device}")
+    return device
+
+
+def _call_site() -> str:
+    """``file:line in function`` of the first caller outside this package."""
+    frame = sys._getframe(1)
+    package = os.path.dirname(__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _emit(notes: list[_Note]) -> None:
+    for level, text in notes:
+        _logger.log(level, text)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        driver.synchronize(device.index)
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+def _free_bytes(slots: list[Slot]) -> int:
+    """Free memory of the devices of these slots, in bytes."""
+    devices = {slot.device for slot in slots if slot.device.type == "cuda"}
+    return sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+
+
+def _out_of_memory(device: torch.device, spec: OutputSpec, error: Exception) -> PoolLimitError:
+    """The error of a device that is full, with its own figures."""
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, host_memory.physical_bytes())
+    need = getattr(error, "nbytes", 0)
+    return PoolLimitError(f"{device}: physical memory ({error})", need=need, have=total - free, limit=total)
+
+
+def _wait_for_readers(slot: Slot) -> bool:
+    """Let the current stream wait for all that the readers of an idle slot have queued; False if one of them captures."""
+    if any(
+        reader.cuda_stream != 0 and driver.is_available() and driver.is_capturing(reader.cuda_stream)
+        for reader in slot.readers
+    ):
+        return False
+    current = torch.cuda.current_stream(slot.device)
+    for reader in slot.readers:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(reader)
+        current.wait_event(event)
+    slot.readers = []
+    return True
+
+
+# Pools that are gone, and forks
+
+_retired: deque[Slot] = deque()
+"""Slots whose pool is closed or collected; finalizers append here and do nothing else."""
+_retired_lock = threading.Lock()
+_pools: weakref.WeakSet[OutputPool] = weakref.WeakSet()
+
+
+def _release_retired() -> None:
+    """Release retired slots that are neither live nor pinned; the rest waits. Nothing happens on a device that captures."""
+    if not _retired_lock.acquire(blocking=False):
+        return
+    try:
+        idle: dict[torch.device, list[Slot]] = {}
+        for _ in range(len(_retired)):
+            slot = _retired.popleft()
+            if slot.device.type != "cpu" and slot.process_id != os.getpid():
+                continue  # of the parent process
+            if slot.is_live() or slot.is_pinned():
+                _retired.append(slot)
+            else:
+                idle.setdefault(slot.device, []).append(slot)
+        for device, slots in idle.items():
+            if device.type == "cuda" and driver.is_available() and driver.capturing_stream(device.index) is not None:
+                _retired.extend(slots)
+                continue
+            _synchronize(device)
+            for slot in slots:
+                slot.release()
+    finally:
+        _retired_lock.release()
+
+
+@cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _after_fork() -> None:
+    global _lock, _retired_lock
+    _lock = threading.RLock()
+    _retired_lock = threading.Lock()
+    ADDRESS_BUDGET.after_fork()
+    for pool in list(_pools):
+        pool._after_fork()
+
+
+# The default pool
+
+_default: OutputPool | None = None
+
+
+def default_pool() -> OutputPool:
+    """The pool that wrappers use when no allocator is passed; made at the first call."""
+    global _default
+    if _default is None:
+        pool = OutputPool()
+        with _lock:
+            if _default is None:
+                _default = pool
+    return _default
+
+
+def set_default_pool(pool: OutputPool) -> None:
+    """Make ``pool`` the default; the former one stays as it is."""
+    global _default
+    if not isinstance(pool, OutputPool):
+        raise TypeError(f"pool: expected an OutputPool, got {pool!r}")
+    with _lock:
+        _default = pool

@@ -1,0 +1,106 @@
+"""What torch is doing right now: current stream, capture, modes, tracing. Every private torch call stands here.
+
+Each is looked up once, at import, by name only; where a torch version lacks one, a public call of the same meaning takes
+its place, at a higher cost. Looking a name up starts nothing: no CUDA context is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "current_device",
+    "dispatch_depth",
+    "fake_mode_of",
+    "from_dlpack",
+    "has_no_memory",
+    "is_current_stream_capturing",
+    "is_inference",
+    "is_tracing",
+    "normal_mode",
+    "raw_stream",
+    "to_dlpack",
+    "tracing_mode",
+]
+
+
+def _public_raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+def _public_capturing() -> bool:
+    return bool(torch.cuda.is_current_stream_capturing())
+
+
+def _public_dispatch_depth() -> int:
+    return 1  # unknown: look closer each time
+
+
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_raw_stream)
+"""Raw handle of the current stream of a CUDA device; 0 is the legacy default stream, 2 the per-thread one."""
+
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""Index of the current CUDA device."""
+
+is_current_stream_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _public_capturing)
+"""Whether the current stream of the current device captures."""
+
+dispatch_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _public_dispatch_depth)
+"""How many torch dispatch modes are active."""
+
+from_dlpack: Callable[[Any], torch.Tensor] = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
+"""Tensor over the memory of a DLPack capsule, which it uses up."""
+
+to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
+"""Unversioned DLPack capsule of a tensor; the public name of this very function is torch.utils.dlpack.to_dlpack."""
+
+normal_mode: Callable[[bool], Any] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
+"""``with normal_mode(False):`` tensors made inside are no inference tensors."""
+
+is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
+
+is_tracing: Callable[[], bool] = torch.compiler.is_dynamo_compiling
+"""Whether torch.compile is reading this very code; it takes the value as a constant."""
+
+
+def _is_fake(tensor: torch.Tensor) -> bool:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+def has_no_memory(like: Any) -> bool:
+    """Whether a tensor of ``like`` (one, a sequence or a mapping) is fake, functional or on the meta device."""
+    if isinstance(like, torch.Tensor):
+        return like.device.type == "meta" or _is_fake(like)
+    return any(map(has_no_memory, like.values() if hasattr(like, "values") else like))
+
+
+def fake_mode_of(like: Any) -> Any:
+    """Context in which a fake tensor of ``like`` was made: new tensors are fake too. Empty context if none is fake."""
+    if type(like) is torch.Tensor:
+        return contextlib.nullcontext()
+    for tensor in [like] if isinstance(like, torch.Tensor) else like.values() if hasattr(like, "values") else like:
+        if _is_fake(tensor) and hasattr(tensor, "fake_mode"):
+            return tensor.fake_mode
+    return contextlib.nullcontext()
+
+
+def tracing_mode() -> bool:
+    """Whether an active dispatch mode replaces tensors by fakes or records them for a compiler."""
+    if dispatch_depth() == 0:
+        return False
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    kinds = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
+    return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
