@@ -249,14 +249,14 @@ def test_errors_of_the_function_pass_through(like):
 
 
 def test_wrong_arguments(like):
-    with pytest.raises(TypeError, match="^fn: expected a function"):
+    with pytest.raises(TypeError, match=r"^fn: expected a function"):
         assert_write_only(None, SPEC, ROWS, like)
-    with pytest.raises(TypeError, match="^spec: expected an OutputSpec"):
+    with pytest.raises(TypeError, match=r"^spec: expected an OutputSpec"):
         assert_write_only(write, {"out": 1}, ROWS, like)
     for rows in (True, 1.5, "3"):
-        with pytest.raises(TypeError, match="^rows: expected an integer >= 0"):
+        with pytest.raises(TypeError, match=r"^rows: expected an integer >= 0"):
             assert_write_only(write, SPEC, rows, like)
-    with pytest.raises(ValueError, match="^rows: expected an integer >= 0, got -1$"):
+    with pytest.raises(ValueError, match=r"^rows: expected an integer >= 0, got -1$"):
         assert_write_only(write, SPEC, -1, like)
     with pytest.raises(DeviceMismatchError):
         assert_write_only(write, SPEC, ROWS, [like, torch.empty(1, device="meta")])

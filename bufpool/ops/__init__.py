@@ -1,1 +1,6 @@
-"""Kernels with an allocator: each validates, acquires its outputs, launches."""
+"""Operators that write their outputs into memory from an allocator."""
+
+from .reference import sparse_mla_prefill_reference
+from .sparse_mla import sparse_mla_prefill, sparse_mla_spec
+
+__all__ = ["sparse_mla_prefill", "sparse_mla_prefill_reference", "sparse_mla_spec"]

@@ -111,7 +111,7 @@ def sparse_mla_prefill_reference(
         if attn_sink is not None:
             sinks = _aligned_rows(chunk, (h_q,), dtype, device)
             attn_sink = attn_sink.to(dtype)
-        places = torch.arange(topk, device=device) if topk_length is not None else None
+        place = torch.arange(topk, device=device)
 
         for start in range(0, s_q, chunk):
             stop = min(start + chunk, s_q)
@@ -123,7 +123,7 @@ def sparse_mla_prefill_reference(
             index = indices[start:stop]
             valid = (index >= 0) & (index <= last)
             if topk_length is not None:
-                valid &= places < topk_length[start:stop, None]
+                valid &= place < topk_length[start:stop, None]
             q_n.copy_(q[start:stop])
             if widened is not None:
                 row_of = torch.where(valid, index, s_kv).flatten()
@@ -170,10 +170,10 @@ def sparse_mla_prefill_reference(
 
 
 def _scalar(value: float | torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``value`` as a tensor without dimensions, rounded to float32 first, as a kernel takes it."""
+    """``value`` as a tensor without dimensions; the host never reads it back."""
     if isinstance(value, torch.Tensor):
         return value.reshape(()).to(dtype)
-    return torch.full((), value, dtype=torch.float32, device=device).to(dtype)
+    return torch.full((), value, dtype=dtype, device=device)
 
 
 def _aligned_rows(rows: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 
 from ..allocator import Like, home_device
 from ..errors import WriteContractError
@@ -98,7 +99,7 @@ class _Field:
         if self.rows == 0:
             return torch.empty((0, *self.row_shape), dtype=self.dtype, device=self.device)
         # Through DLPack the slice becomes a storage of its own, which ends where the rows end.
-        storage = torch.from_dlpack(self.active).untyped_storage()
+        storage = torch.utils.dlpack.from_dlpack(self.active).untyped_storage()
         strides = [1]
         for size in reversed(self.row_shape):
             strides.insert(0, strides[0] * size)
