@@ -20,6 +20,7 @@ from bufpool.cli.job import Job, plan_calls, run_calls
 from bufpool.cli.progress import progress
 from bufpool.cli.table import bytes_text
 from bufpool.cli.timing import acquire_loop, batches, time_loops
+from bufpool.errors import PoolLimitError
 from bufpool.ops.sparse_mla import sparse_mla_prefill, sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.spec import OutputSpec
@@ -211,6 +212,7 @@ def test_results_are_dropped_before_the_next_call():
         (["run", "--max-calls", "0"], "run: argument --max-calls: expected an integer from 1 to 1000000, got '0'"),
         (["run", "--device", "abacus"], "run: --device: expected cpu"),
         (["run", "--device", "meta"], "run: --device: expected cpu"),
+        (["run", "--device", "hpu"], "run: --device: expected cpu"),
         (["run", "--device", "cuda:99"], "run: --device: expected cpu"),
         (
             ["run", "--plot", "figure.jpg"],
@@ -241,6 +243,26 @@ def test_wrong_column_names_the_columns_there_are(trace, capsys):
     assert capsys.readouterr().err == (
         f"bufpool run: --trace: {trace}: expected a column 'Tokens', got columns ContextTokens, Other\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (PoolLimitError("cpu", need=7, have=5, limit=9), 1, "cpu: need 7 bytes more with 5 bytes taken, limit 9 bytes"),
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"), 1, "CUDA out of memory. Tried to"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_fails_while_it_runs_is_one_line_too(error, code, message, trace, capsys, monkeypatch):
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(run_command, "run_calls", fail)
+    assert main(["run", "--trace", trace]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"bufpool run: {message}") if message else err == ""
+    assert err.count("\n") == bool(message)
 
 
 # --- The figure ---

@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from .. import __version__
 from ..errors import BufpoolError
 from .usage import EXIT_USAGE, Parser, UsageError
@@ -41,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(arguments, str(e), EXIT_USAGE)
     except BufpoolError as e:
         return _fail(arguments, str(e), EXIT_FAILED)
+    except (torch.OutOfMemoryError, MemoryError) as e:
+        return _fail(arguments, str(e) or "expected enough memory, got none", EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

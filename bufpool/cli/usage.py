@@ -71,8 +71,9 @@ def open_device(name: str) -> torch.device:
         return torch.device("cpu")
     try:
         return torch.empty(1, device=device).device
-    except (RuntimeError, AssertionError, NotImplementedError) as e:
-        # torch built without CUDA raises AssertionError, an index past the last device RuntimeError.
+    except (RuntimeError, AssertionError, ImportError) as e:
+        # torch built without CUDA raises AssertionError, without another backend ImportError or NotImplementedError
+        # (a RuntimeError), and an index past the last device RuntimeError.
         raise UsageError(wanted) from e
 
 
