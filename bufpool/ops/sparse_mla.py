@@ -19,6 +19,7 @@ import torch
 from ..allocator import OutputAllocator
 from ..errors import BufpoolError, DeviceMismatchError, OutputMismatchError
 from ..outputs import check_distinct, check_output, is_fake
+from ..pool import default_pool
 from ..spec import OutputSpec
 from .reference import D_V, sparse_mla_prefill_reference
 
@@ -28,7 +29,8 @@ _logger = logging.getLogger("bufpool")
 
 _BACKENDS = ("auto", "reference", "sm90")
 _SM90_MODULE = ".sparse_mla_sm90"
-_ALIGNMENT_BYTES = 16  # Of base addresses and row strides of q and kv, in the SM90 kernel.
+_ALIGNMENT_BYTES = 16  # Of base addresses and strides of q and kv, in the SM90 kernel.
+_OUT_ALIGNMENT_BYTES = 4
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 _Tensor = torch.Tensor
@@ -168,7 +170,7 @@ def sparse_mla_prefill(
     except (KeyError, TypeError):
         launch = _find_launch(backend, device)
     if allocator is None:
-        allocator = _default_allocator()
+        allocator = default_pool()
     try:
         acquire = allocator.acquire
     except AttributeError:
@@ -255,12 +257,6 @@ def _complete(
     return spec.outputs_type(**mine)
 
 
-def _default_allocator() -> OutputAllocator:
-    pool: Any = importlib.import_module("bufpool.pool")
-    allocator: OutputAllocator = pool.default_pool()
-    return allocator
-
-
 # --- Backends ---
 
 _launches: dict[tuple[str, torch.device], Launch] = {}
@@ -328,30 +324,40 @@ class _Sm90:
         max_logits: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        # Bytes are elements here. What is whole and starts aligned, the common case, passes on two questions.
+        # What is whole and starts aligned, the common case, passes on two questions.
         if q.data_ptr() % _ALIGNMENT_BYTES or not q.is_contiguous():
-            q = _addressable("q", q, q.stride(1) == q.shape[2])
+            q = _addressable("q", q, 2)
+        if kv.dim() == 3:
+            kv = kv.select(1, 0)
         if kv.data_ptr() % _ALIGNMENT_BYTES or not kv.is_contiguous():
-            kv = _addressable("kv", kv, True)
-        if not indices.is_contiguous():
+            kv = _addressable("kv", kv, 1)
+        if indices.dim() == 3:
+            indices = indices.select(1, 0)
+        if not indices.is_contiguous() and indices.stride(1) != 1:
             indices = _copied("indices", indices)
         if attn_sink is not None and not attn_sink.is_contiguous():
             attn_sink = _copied("attn_sink", attn_sink)
         if topk_length is not None and not topk_length.is_contiguous():
             topk_length = _copied("topk_length", topk_length)
-        self._launch(q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse)
+        written = out if out.data_ptr() % _OUT_ALIGNMENT_BYTES == 0 else _copied("out", out)
+        self._launch(q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length, written, max_logits, lse)
+        if written is not out:
+            out.copy_(written)
 
 
-def _addressable(name: str, tensor: torch.Tensor, is_row_whole: bool) -> torch.Tensor:
-    if is_row_whole and not (tensor.data_ptr() % _ALIGNMENT_BYTES or tensor.stride(0) % _ALIGNMENT_BYTES):
-        return tensor
-    return _copied(name, tensor)
+def _addressable(name: str, tensor: torch.Tensor, leading: int) -> torch.Tensor:
+    """``tensor`` of one-byte elements, or a copy if its base or one of its ``leading`` strides is out of step."""
+    is_out_of_step = tensor.data_ptr() % _ALIGNMENT_BYTES != 0
+    for size, stride in zip(tensor.shape[:leading], tensor.stride(), strict=False):
+        is_out_of_step |= size > 1 and stride % _ALIGNMENT_BYTES != 0
+    return _copied(name, tensor) if is_out_of_step else tensor
 
 
 def _copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
     _log_once(
-        f"sparse_mla_prefill: {name} is copied at every call: sm90 takes whole rows at {_ALIGNMENT_BYTES}-byte "
-        f"steps, got strides {tuple(tensor.stride())} of {tensor.dtype.itemsize} bytes"
+        f"sparse_mla_prefill: {name} is copied at every call like this one, since sm90 cannot address it: got strides "
+        f"{list(tensor.stride())} in elements of {tensor.dtype.itemsize} bytes, {tensor.data_ptr() % 256} bytes past a "
+        f"multiple of 256"
     )
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -359,7 +365,7 @@ def _copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _log_once(text: str) -> None:
     if text not in _logged:
         _logged.add(text)
-        _logger.info(text)
+        _logger.info("%s", text)
 
 
 # --- Errors, and the rare arguments behind them ---
