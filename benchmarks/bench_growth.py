@@ -181,8 +181,7 @@ def judge(figures: dict[str, dict[str, float]], device: torch.device) -> list[di
         ("growth: bytes that exist twice", figures["growth"]["bytes_twice"], NOISE_BYTES[device.type]),
     ]
     return [
-        {"measure": measure, "value": round(value, 5), "must": must, "ok": value <= must}
-        for measure, value, must in limits
+        {"measure": measure, "value": round(value, 5), "must": must, "ok": value <= must} for measure, value, must in limits
     ]
 
 

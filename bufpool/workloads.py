@@ -177,4 +177,4 @@ def two_lanes(rows: int, calls: int) -> Workload:
 
 def held(rows: Sequence[int], hold: int) -> Workload:
     """Row counts with the last ``hold`` results alive while the next one is acquired."""
-    return Workload("held", tuple(rows), hold=hold)
+    return Workload(f"held-{hold}", tuple(rows), hold=hold)

@@ -403,7 +403,8 @@ def test_bytes_as_text():
 # --- doctor ---
 
 
-def test_doctor_json_says_what_serves(capsys):
+def test_doctor_json_says_what_serves(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("BUFPOOL_CACHE_DIR", str(tmp_path / "kernels"))
     assert main(["doctor", "--json"]) == 0
     out, err = capsys.readouterr()
     facts = json.loads(out)
@@ -412,6 +413,7 @@ def test_doctor_json_says_what_serves(capsys):
     assert facts["torch_cuda"] == torch.version.cuda
     assert facts["devices"][0] == {"device": "cpu", "arena": "host"}
     assert len(facts["devices"]) == 1 + torch.cuda.device_count()
+    assert facts["cache_folder"] == {"path": str(tmp_path / "kernels"), "exists": False, "is_writable": True}
     if torch.cuda.device_count() == 0:
         assert facts["driver"].startswith("no: torch ")
 

@@ -125,7 +125,7 @@ def test_row_sequences():
     assert ramp(9, 1).rows == (1,)
     assert layered_trace([5, 2], 4, layers=3, calls=8).rows == (4, 4, 4, 1, 1, 1, 2, 2)
     assert two_lanes(3, 4).lanes == 2
-    assert held([1, 2], 5) == Workload("held", (1, 2), lanes=1, hold=5)
+    assert held([1, 2], 5) == Workload("held-5", (1, 2), lanes=1, hold=5)
 
 
 def test_unseen_row_counts_occur_once():

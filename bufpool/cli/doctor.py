@@ -148,7 +148,7 @@ def _sm90_kernel(index: int) -> str:
 
 def _cache_folder() -> dict[str, Any]:
     compiler = importlib.import_module("bufpool.jit.compiler")
-    return _folder(Path(compiler.cache_folder()))
+    return _folder(compiler.cache_directory())
 
 
 def _folder(path: Path) -> dict[str, Any]:
