@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -42,12 +41,18 @@ class FreshAllocator:
         if not isinstance(rows, torch.SymInt):
             rows = row_count(rows)
         device = like.device if isinstance(like, torch.Tensor) else home_device(like)
-        with contextlib.nullcontext() if is_tracing() else fake_mode_of(like):
-            tensors = [
-                torch.empty((rows, *shape), dtype=dtype, device=device)
-                for shape, dtype in zip(spec.row_shapes, spec.dtypes, strict=True)
-            ]
-        return spec.outputs_type(*tensors)
+        if type(like) is torch.Tensor or is_tracing():
+            return _empty(spec, rows, device)
+        with fake_mode_of(like):
+            return _empty(spec, rows, device)
+
+
+def _empty(spec: OutputSpec, rows: int, device: torch.device) -> Any:
+    tensors = [
+        torch.empty((rows, *shape), dtype=dtype, device=device)
+        for shape, dtype in zip(spec.row_shapes, spec.dtypes, strict=True)
+    ]
+    return spec.outputs_type(*tensors)
 
 
 def home_device(like: Like) -> torch.device:

@@ -21,11 +21,12 @@ This module is the place of a native fast path: a compiled ``Handout`` with the 
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import sys
 import weakref
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,18 +38,32 @@ from .torch_state import from_dlpack, normal_mode, to_dlpack
 __all__ = ["Handout", "OwnerHandout", "PostHandout", "make_handout"]
 
 
-class Handout(Protocol):
+class Handout(abc.ABC):
     """What a slot needs: tensors over its memory, and whether the last ones live."""
 
-    def make(self, rows: int) -> Any:
-        """New outputs ``[rows, *row_shape]``, rows >= 1. The last ones must not live."""
+    __slots__ = ("capacity", "high_water_rows", "rows")
 
+    def __init__(self) -> None:
+        self.capacity = 0
+        """Rows that fit in mapped memory; the slot keeps it."""
+        self.rows = 0
+        """Rows of the last hand-out."""
+        self.high_water_rows = 0
+        """Most rows handed out since memory was last given back."""
+
+    @abc.abstractmethod
+    def take(self, rows: int) -> Any:
+        """New outputs ``[rows, *row_shape]``, rows >= 1; None if the last ones live or ``rows`` is above the capacity."""
+
+    @abc.abstractmethod
     def is_live(self) -> bool:
         """Whether anything holds memory of the last outputs."""
 
+    @abc.abstractmethod
     def move(self, addresses: tuple[int, ...]) -> None:
         """Use other base addresses from now on. The last outputs must not live."""
 
+    @abc.abstractmethod
     def release(self) -> None:
         """End the bookkeeping. The last outputs must not live."""
 
@@ -120,12 +135,13 @@ def _travels(dtype: torch.dtype) -> bool:
     return back.dtype is dtype and back.shape == tensor.shape
 
 
-class PostHandout:
+class PostHandout(Handout):
     """New tensors from DLPack capsules; the deleter posts into the record (Note [Exact liveness])."""
 
-    __slots__ = ("_block", "_dims", "_outputs_type", "_places", "_pointers", "_records", "_rows", "_states")
+    __slots__ = ("_block", "_dims", "_others", "_outputs_type", "_places", "_records", "_row_places", "_states")
 
     def __init__(self, spec: OutputSpec, device: torch.device, addresses: tuple[int, ...]) -> None:
+        super().__init__()
         count = len(spec)
         words = [_describe(device, dtype) for dtype in spec.dtypes]
         dims_bytes = sum(16 * (1 + len(shape)) for shape in spec.row_shapes)
@@ -133,7 +149,7 @@ class PostHandout:
         dims_start = self._block + count * _RECORD_BYTES
         dims = (ctypes.c_int64 * (dims_bytes // 8)).from_address(dims_start)
         self._records = (_Record * count).from_address(self._block)
-        places: list[tuple[int, int, int]] = []  # of each tensor: its record, its state word, its rows in dims
+        row_places: list[int] = []  # of each tensor, where its row count stands in dims
         at = 0
         for i, shape in enumerate(spec.row_shapes):
             ndim = 1 + len(shape)
@@ -151,28 +167,40 @@ class PostHandout:
             record.ndim = ndim
             record.shape = dims_start + 8 * at
             record.strides = dims_start + 8 * (at + ndim)
-            places.append((self._block + i * _RECORD_BYTES, i * _WORDS, at))
+            row_places.append(at)
             at += 2 * ndim
+        self._row_places = tuple(row_places)
+        # Of each tensor: the address of its record, and where its state stands in states.
+        self._places = tuple((self._block + i * _RECORD_BYTES, i * _WORDS) for i in range(count))
+        self._others = tuple(state for _, state in self._places[1:])
         # Views of memory that outlives them: a word is read and written without a call.
         self._states = memoryview((ctypes.c_uint32 * (count * _WORDS)).from_address(self._block)).cast("B").cast("I")
         self._dims = memoryview(dims).cast("B").cast("q")
-        self._places = tuple((pointer, state) for pointer, state, _ in places)
-        self._pointers = tuple(at for _, _, at in places)
         self._outputs_type = spec.outputs_type
-        self._rows = 0
 
-    def make(self, rows: int) -> Any:
-        if rows != self._rows:
-            dims = self._dims
-            for at in self._pointers:
-                dims[at] = rows
-            self._rows = rows
+    def take(self, rows: int) -> Any:
         states = self._states
+        # Claim with the first state. No call and no jump stands between asking and claiming, so that no finalizer of a
+        # garbage collection comes in between; whoever asks from here on finds the slot live.
+        if rows > self.capacity or states[0] == _LIVE:
+            return None
+        states[0] = _LIVE
+        for state in self._others:
+            if states[state] == _LIVE:
+                states[0] = _IDLE
+                return None
+        if rows != self.rows:
+            self.rows = rows
+            if rows > self.high_water_rows:
+                self.high_water_rows = rows
+            dims = self._dims
+            for at in self._row_places:
+                dims[at] = rows
         tensors = []
         try:
-            for pointer, state in self._places:
+            for record, state in self._places:
                 states[state] = _LIVE
-                tensors.append(from_dlpack(_new_capsule(pointer, _NAME, None)))
+                tensors.append(from_dlpack(_new_capsule(record, _NAME, None)))
         except BaseException:
             tensors.clear()  # their ends are posted; what is still marked live was never made
             for _, state in self._places:
@@ -193,6 +221,7 @@ class PostHandout:
 
     def release(self) -> None:
         if self._block:
+            self.capacity = 0
             self._states.release()
             self._dims.release()
             host_memory.free(self._block)
@@ -228,16 +257,18 @@ class _CudaOwner:
 _OWNERS: dict[str, Any] = {"cpu": _HostOwner, "cuda": _CudaOwner}
 
 
-class OwnerHandout:
+class OwnerHandout(Handout):
     """New tensors whose storage keeps an owner object; they live as long as it does."""
 
-    __slots__ = ("_addresses", "_device", "_owner", "_owners", "_spec")
+    __slots__ = ("_addresses", "_device", "_is_taking", "_owner", "_owners", "_spec")
 
     def __init__(self, spec: OutputSpec, device: torch.device, addresses: tuple[int, ...]) -> None:
+        super().__init__()
         self._spec = spec
         self._device = device
         self._addresses = addresses
         self._owners: list[weakref.ref[Any]] = []
+        self._is_taking = False
         self._owner: Any = _OWNERS.get(device.type)
         if self._owner is None:
             raise BufpoolError(
@@ -245,7 +276,19 @@ class OwnerHandout:
                 " use FreshAllocator there"
             )
 
-    def make(self, rows: int) -> Any:
+    def take(self, rows: int) -> Any:
+        if rows > self.capacity or self._is_taking or self.is_live():
+            return None
+        self._is_taking = True
+        try:
+            outputs, self._owners = self._make(rows)
+        finally:
+            self._is_taking = False
+        self.rows = rows
+        self.high_water_rows = max(self.high_water_rows, rows)
+        return outputs
+
+    def _make(self, rows: int) -> tuple[Any, list[weakref.ref[Any]]]:
         spec = self._spec
         tensors: list[torch.Tensor] = []
         owners: list[weakref.ref[Any]] = []
@@ -258,17 +301,17 @@ class OwnerHandout:
             tensor = torch.empty(0, dtype=dtype, device=self._device)
             tensors.append(tensor.set_(storage, 0, (rows, *shape)))  # type: ignore[call-overload]
             del storage
-        self._owners = owners
-        return spec.outputs_type(*tensors)
+        return spec.outputs_type(*tensors), owners
 
     def is_live(self) -> bool:
-        return any(owner() is not None for owner in self._owners)
+        return self._is_taking or any(owner() is not None for owner in self._owners)
 
     def move(self, addresses: tuple[int, ...]) -> None:
         self._addresses = addresses
 
     def release(self) -> None:
         self._owners = []
+        self.capacity = 0
 
 
 def _try_posts(device: torch.device, address: int) -> bool:
@@ -277,8 +320,9 @@ def _try_posts(device: torch.device, address: int) -> bool:
         return False
     try:
         handout = PostHandout(OutputSpec(probe=((4,), torch.float32)), device, (address,))
+        handout.capacity = 4
         with normal_mode(False):
-            outputs = handout.make(4)
+            outputs = handout.take(4)
     except (RuntimeError, TypeError, ValueError, BufferError):
         return False
     tensor = outputs[0]

@@ -157,18 +157,15 @@ class OutputPool:
                     lane = self._quick.get((index, stream, spec.key))
                     if lane is not None and not self._busy:
                         slot = lane.current
-                        if slot is not None and 0 < rows <= slot.capacity and not slot.readers and not slot.is_live():
-                            self._busy = True
-                            try:
-                                if is_inference():
-                                    with normal_mode(False):
-                                        outputs = slot.hand_out(rows)
-                                else:
-                                    outputs = slot.hand_out(rows)
+                        if slot is not None and rows > 0 and not slot.readers:
+                            if is_inference():
+                                with normal_mode(False):
+                                    outputs = slot.handout.take(rows)
+                            else:
+                                outputs = slot.handout.take(rows)
+                            if outputs is not None:
                                 lane.acquires += 1
                                 return outputs
-                            finally:
-                                self._busy = False
         return self._acquire(spec, rows, like)
 
     def _acquire(self, spec: OutputSpec, rows: Any, like: Like) -> Any:
@@ -176,7 +173,7 @@ class OutputPool:
         if not isinstance(spec, OutputSpec):
             raise TypeError(f"spec: expected an OutputSpec, got {spec!r}")
         if isinstance(rows, torch.SymInt):
-            return _fresh.acquire(spec, rows, like)
+            return _fresh.acquire(spec, rows, like)  # type: ignore[arg-type]
         rows = row_count(rows)
         device = home_device(like)
         if has_no_memory(like) or tracing_mode():
@@ -236,7 +233,8 @@ class OutputPool:
                 self._grow(slot, rows, place.capture is not None, notes)
             if place.capture is not None and all(pin.capture_id != place.capture for pin in slot.pins):
                 slot.pins.append(Pin(place.capture, place.graph))
-            outputs = slot.hand_out(rows)
+            outputs = slot.handout.take(rows)
+            assert outputs is not None
         except BaseException:
             if is_new_slot and not is_from_free:
                 if slot.pins:
@@ -317,7 +315,7 @@ class OutputPool:
                 if is_new:
                     self._discard(slot)
                 raise
-            slot.high_water_rows = max(slot.high_water_rows, rows)
+            slot.handout.high_water_rows = max(slot.high_water_rows, rows)
             if is_new:
                 self._free.append(slot)
             if is_free:

@@ -41,17 +41,14 @@ class Slot:
     __slots__ = (
         "arenas",
         "asleep_bytes",
-        "capacity",
         "device",
         "granted_bytes",
         "handout",
-        "high_water_rows",
         "is_short",
         "kind",
         "pins",
         "process_id",
         "readers",
-        "rows",
         "site",
         "spec",
     )
@@ -60,12 +57,6 @@ class Slot:
         self.spec = spec
         self.device = device
         self.kind = kind
-        self.capacity = 0
-        """Rows that fit in mapped memory."""
-        self.rows = 0
-        """Rows of the last hand-out."""
-        self.high_water_rows = 0
-        """Most rows handed out or reserved since memory was last given back."""
         self.readers: list[Any] = []
         """Streams that were declared to read the last hand-out."""
         self.pins: list[Pin] = []
@@ -165,6 +156,21 @@ class Slot:
         """Whether its addresses stay when it grows."""
         return self.arenas[0].is_stable
 
+    @property
+    def capacity(self) -> int:
+        """Rows that fit in mapped memory."""
+        return self.handout.capacity
+
+    @property
+    def rows(self) -> int:
+        """Rows of the last hand-out."""
+        return self.handout.rows
+
+    @property
+    def high_water_rows(self) -> int:
+        """Most rows handed out or reserved since memory was last given back."""
+        return self.handout.high_water_rows
+
     def is_live(self) -> bool:
         """Whether somebody holds memory of the last hand-out."""
         return self.handout.is_live()
@@ -229,7 +235,7 @@ class Slot:
         former = self.mapped_bytes
         for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True):
             arena.shrink(rows * row_bytes)
-        self.high_water_rows = min(self.high_water_rows, rows)
+        self.handout.high_water_rows = min(self.handout.high_water_rows, rows)
         self._settle()
         return former - self.mapped_bytes
 
@@ -257,19 +263,11 @@ class Slot:
         self.asleep_bytes = None
 
     def _settle(self) -> None:
-        self.capacity = min(
+        self.handout.capacity = min(
             arena.mapped_bytes // row_bytes for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True)
         )
         if not self.is_stable:
             self.handout.move(self.addresses)
-
-    def hand_out(self, rows: int) -> Any:
-        """New outputs of ``rows`` rows, 1 <= rows <= capacity. The last ones must not live."""
-        if rows != self.rows:
-            self.rows = rows
-            if rows > self.high_water_rows:
-                self.high_water_rows = rows
-        return self.handout.make(rows)
 
     def release(self) -> None:
         """Give everything back, addresses too. It must neither live nor be pinned."""
@@ -278,4 +276,3 @@ class Slot:
         self.handout.release()
         ADDRESS_BUDGET.give_back(self.granted_bytes)
         self.granted_bytes = 0
-        self.capacity = 0

@@ -112,9 +112,9 @@ class PoolStats:
                 lane.rotations,
                 lane.spills,
                 lane.slots,
-                _mib(lane.in_use_bytes),
-                _mib(lane.mapped_bytes),
-                _mib(lane.peak_mapped_bytes),
+                _size(lane.in_use_bytes),
+                _size(lane.mapped_bytes),
+                _size(lane.peak_mapped_bytes),
             )
             for lane in self.lanes
         ]
@@ -127,9 +127,9 @@ class PoolStats:
             self.rotations,
             self.spills,
             self.slots,
-            _mib(self.in_use_bytes),
-            _mib(self.mapped_bytes),
-            _mib(self.peak_mapped_bytes),
+            _size(self.in_use_bytes),
+            _size(self.mapped_bytes),
+            _size(self.peak_mapped_bytes),
         )
         table = [tuple(map(str, row)) for row in (heads, *body, total)]
         widths = [max(len(row[column]) for row in table) for column in range(len(heads))]
@@ -141,7 +141,7 @@ class PoolStats:
             for row in table
         ]
         lines.append(
-            f"reserved address space {_mib(self.reserved_bytes)}, needed {_mib(self.needed_bytes)}"
+            f"reserved address space {_size(self.reserved_bytes)}, needed {_size(self.needed_bytes)}"
             + (", asleep" if self.asleep else "")
         )
         lines += [f"held: {holder}" for lane in self.lanes for holder in lane.holders]
@@ -155,5 +155,5 @@ def _lane_name(lane: LaneStats) -> str:
     return f"{name} ({', '.join(lane.spec.names)})"
 
 
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:.2f} MiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"
