@@ -13,6 +13,7 @@ import torch
 
 from bufpool.allocator import FreshAllocator
 from bufpool.cli import doctor, main
+from bufpool.cli import job as job_module
 from bufpool.cli import run as run_command
 from bufpool.cli.baselines import GrowOnlyAllocator
 from bufpool.cli.footprint import baseline_bytes
@@ -183,6 +184,13 @@ def test_layers_and_requests_differ():
 
     run_calls(small_job(), FreshAllocator(), operator)
     assert all(not torch.equal(a, b) for n, a in enumerate(seen[1:6]) for b in seen[1:6][n + 1 :])
+
+
+@pytest.mark.parametrize(("calls", "layers", "step"), [(1, 1, 7), (400, 4, 7), (400, 7, 8), (6100, 61, 96)])
+def test_comparisons_are_few_and_reach_every_layer(calls, layers, step):
+    assert job_module._check_step(calls, layers) == step
+    if calls > step * layers:
+        assert {number % layers for number in range(0, calls, step)} == set(range(layers))
 
 
 def test_results_are_dropped_before_the_next_call():
