@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -56,9 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunk", type=integer(1), default=2048, metavar="ROWS", help="most rows computed in one forward (%(default)s)"
     )
     parser.add_argument("--layers", type=integer(1), default=4, metavar="N", help="layers per chunk (%(default)s)")
-    parser.add_argument(
-        "--heads", type=integer(1, 65536), default=4, metavar="N", help="query heads, h_q (%(default)s)"
-    )
+    parser.add_argument("--heads", type=integer(1, 65536), default=4, metavar="N", help="query heads, h_q (%(default)s)")
     parser.add_argument(
         "--topk", type=integer(1), default=32, metavar="N", help="tokens that a row attends to (%(default)s)"
     )
@@ -172,7 +171,7 @@ def _measure(job: Job) -> tuple[dict[str, Any], dict[str, list[int]]]:
         "verified": result.verified,
         "failed": result.failed,
         "first_failure": result.first_failure,
-        "checksum": result.checksum,
+        "checksum": result.checksum if math.isfinite(result.checksum) else None,  # JSON knows no NaN
         "seconds": round(seconds, 3),
     }
     return facts, curves
