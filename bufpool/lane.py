@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ class Lane:
 
     __slots__ = (
         "acquires",
+        "acquires_at_trim",
         "current",
         "grows",
         "key",
@@ -40,7 +42,6 @@ class Lane:
         "rotations",
         "slots",
         "spills",
-        "was_used",
         "was_warned",
     )
 
@@ -55,26 +56,46 @@ class Lane:
         self.rotations = 0
         self.spills = 0
         self.peak_mapped_bytes = 0
-        self.was_used = True
-        """Whether it served since the last trim."""
+        self.acquires_at_trim = -1
+        """What ``acquires`` was at the last trim: if it still is, nobody used the lane since."""
         self.was_warned = False
 
     @property
     def mapped_bytes(self) -> int:
         return sum(slot.mapped_bytes for slot in self.slots)
 
-    def idle_slot(self, rows: int) -> Slot | None:
-        """The slot to serve ``rows`` rows: the current one if nobody holds it, else the idle one that fits best.
+    def take(self, rows: int) -> Any:
+        """Outputs of a slot that nobody holds and whose memory is mapped, the current one first; None if there is none.
 
-        Fits best: the smallest with room, so that the high-water mark of the others stays; else the largest.
+        The hit path. Slots that a reader on another stream was declared for are left to ``idle_slot``.
         """
         current = self.current
-        if current is not None and not current.is_live():
-            return current
-        idle = [slot for slot in self.slots if slot is not current and not slot.is_live()]
+        if current is not None and not current.readers:
+            outputs = current.handout.take(rows)
+            if outputs is not None:
+                self.acquires += 1
+                return outputs
+        for slot in self.slots:
+            if slot is not current and not slot.readers:
+                outputs = slot.handout.take(rows)
+                if outputs is not None:
+                    self.acquires += 1
+                    self.rotations += 1
+                    self.current = slot
+                    return outputs
+        return None
+
+    def idle_slot(self, rows: int) -> Slot | None:
+        """The slot to serve ``rows`` rows among those that nobody holds; None if all are held.
+
+        The current one if it has room, else the smallest with room; else the largest, which has least to grow.
+        """
+        idle = [slot for slot in self.slots if not slot.is_live()]
         if not idle:
             return None
         with_room = [slot for slot in idle if slot.capacity >= rows]
-        if with_room:
-            return min(with_room, key=lambda slot: slot.capacity)
-        return max(idle, key=lambda slot: slot.capacity)
+        if not with_room:
+            return max(idle, key=lambda slot: slot.capacity)
+        if self.current in with_room:
+            return self.current
+        return min(with_room, key=lambda slot: slot.capacity)

@@ -155,17 +155,14 @@ class OutputPool:
             if is_plain:
                 with self._lock:
                     lane = self._quick.get((index, stream, spec.key))
-                    if lane is not None and not self._busy:
-                        slot = lane.current
-                        if slot is not None and rows > 0 and not slot.readers:
-                            if is_inference():
-                                with normal_mode(False):
-                                    outputs = slot.handout.take(rows)
-                            else:
-                                outputs = slot.handout.take(rows)
-                            if outputs is not None:
-                                lane.acquires += 1
-                                return outputs
+                    if lane is not None and rows > 0 and not self._busy:
+                        if is_inference():
+                            with normal_mode(False):
+                                outputs = lane.take(rows)
+                        else:
+                            outputs = lane.take(rows)
+                        if outputs is not None:
+                            return outputs
         return self._acquire(spec, rows, like)
 
     def _acquire(self, spec: OutputSpec, rows: Any, like: Like) -> Any:
@@ -252,7 +249,6 @@ class OutputPool:
         if lane.current is not None and lane.current is not slot:
             lane.rotations += 1
         lane.current = slot
-        lane.was_used = True
         lane.acquires += 1
         lane.misses += is_growing or (is_new_slot and not is_from_free)
         lane.grows += is_growing
@@ -378,7 +374,9 @@ class OutputPool:
             except driver.DeviceOutOfMemoryError as error:
                 # Making room may synchronise and call torch: legal only while nothing captures.
                 if attempt == 2 or place.capture is not None or self._capturing(place.device):
-                    raise _out_of_memory(place.device, place.spec, error) from error
+                    have = self._mapped_bytes(place.device)
+                limit = _device_bytes(place.device)
+                raise PoolLimitError(f"memory ({error})", need=error.nbytes, have=have, limit=limit) from error
                 if attempt == 0 and place.device.type == "cuda":
                     torch.cuda.empty_cache()
             finally:
@@ -404,6 +402,13 @@ class OutputPool:
             for slot in self._free
             if slot.device == place.device and slot.spec == place.spec and not slot.is_live() and not slot.is_pinned()
         ]
+        if any(not slot.is_clean for slot in fitting):
+            if place.capture is not None or self._capturing(place.device):
+                fitting = [slot for slot in fitting if slot.is_clean]
+            else:
+                _synchronize(place.device)
+                for slot in fitting:
+                    slot.is_clean = True
         with_room = [slot for slot in fitting if slot.capacity >= rows]
         if with_room:
             return min(with_room, key=lambda slot: slot.capacity)
@@ -513,6 +518,7 @@ class OutputPool:
                 lane.slots.remove(slot)
                 if lane.current is slot:
                     lane.current = None
+                slot.is_clean = False
                 self._free.append(slot)
             if not lane.slots:
                 self._forget(self._captures, key)
@@ -550,14 +556,16 @@ class OutputPool:
                     if not kept:
                         slot.readers = []
                 for key, lane in list(self._lanes.items()):
-                    if not lane.was_used and not any(slot.is_live() or slot.is_pinned() for slot in lane.slots):
+                    if lane.acquires == lane.acquires_at_trim and not any(
+                        slot.is_live() or slot.is_pinned() for slot in lane.slots
+                    ):
                         if lane.key.device not in synchronized:
                             _synchronize(lane.key.device)
                             synchronized.add(lane.key.device)
                         for slot in list(lane.slots):
                             self._discard(slot)
                         self._forget(self._lanes, key)
-                    lane.was_used = False
+                    lane.acquires_at_trim = lane.acquires
                 notes.append((logging.INFO, f"trim: gave back {freed} bytes"))
                 return freed
         finally:
@@ -950,11 +958,11 @@ def _free_bytes(slots: list[Slot]) -> int:
     return sum(torch.cuda.mem_get_info(device)[0] for device in devices)
 
 
-def _out_of_memory(device: torch.device, spec: OutputSpec, error: Exception) -> PoolLimitError:
-    """The error of a device that is full, with its own figures."""
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (0, host_memory.physical_bytes())
-    need = getattr(error, "nbytes", 0)
-    return PoolLimitError(f"{device}: physical memory ({error})", need=need, have=total - free, limit=total)
+def _device_bytes(device: torch.device) -> int:
+    """Physical memory of a device, in bytes; 0 where it is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return host_memory.physical_bytes() if device.type == "cpu" else 0
 
 
 def _wait_for_readers(slot: Slot) -> bool:

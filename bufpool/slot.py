@@ -44,8 +44,10 @@ class Slot:
         "device",
         "granted_bytes",
         "handout",
+        "is_clean",
         "is_short",
         "kind",
+        "mapped_bytes",
         "pins",
         "process_id",
         "readers",
@@ -60,7 +62,10 @@ class Slot:
         self.readers: list[Any] = []
         """Streams that were declared to read the last hand-out."""
         self.pins: list[Pin] = []
+        self.is_clean = True
+        """Whether all work on its memory is known to be done, or ordered before the lane's stream."""
         self.site: str | None = None
+        self.mapped_bytes = 0
         self.asleep_bytes: list[int] | None = None
         self.process_id = os.getpid()
         self.granted_bytes = 0
@@ -146,10 +151,6 @@ class Slot:
     @property
     def reserved_bytes(self) -> int:
         return sum(arena.reserved_bytes for arena in self.arenas)
-
-    @property
-    def mapped_bytes(self) -> int:
-        return sum(arena.mapped_bytes for arena in self.arenas)
 
     @property
     def is_stable(self) -> bool:
@@ -263,6 +264,7 @@ class Slot:
         self.asleep_bytes = None
 
     def _settle(self) -> None:
+        self.mapped_bytes = sum(arena.mapped_bytes for arena in self.arenas)
         self.handout.capacity = min(
             arena.mapped_bytes // row_bytes for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True)
         )
@@ -273,6 +275,7 @@ class Slot:
         """Give everything back, addresses too. It must neither live nor be pinned."""
         for arena in self.arenas:
             arena.release()
+        self.mapped_bytes = 0
         self.handout.release()
         ADDRESS_BUDGET.give_back(self.granted_bytes)
         self.granted_bytes = 0
