@@ -11,7 +11,8 @@ Note [Exact liveness]
     with or without the GIL, also while the interpreter exits; the post is one atomic addition.
     Facts relied on: glibc keeps the count of a semaphore in its first 32 bits and the number of waiters in the next 32;
     torch reads the version before it makes the tensor, copies shape and strides, and accepts ``dltensor_versioned``
-    capsules (torch 2.9 and newer). All of it is tried out once for each device type before it is used (``_posts``).
+    capsules (torch 2.9 and newer); CPython keeps a capsule's name as a plain pointer (``_name_word``). All of it is tried
+    out once for each device type before it is used (``_posts``).
     Where it does not hold, ``OwnerHandout`` serves by public means: an owner object that torch keeps, and a weak
     reference to it. It costs several times as much.
     Limits: whoever keeps only the number that ``data_ptr()`` gave is not seen.
@@ -135,6 +136,23 @@ def _travels(dtype: torch.dtype) -> bool:
     return back.dtype is dtype and back.shape == tensor.shape
 
 
+def _name_word(capsule: Any, record: int) -> memoryview:
+    """The word of a capsule in which CPython keeps the address of its name.
+
+    torch writes another name into it when it uses the capsule up; writing ``_NAME`` back makes the capsule fit for use
+    again, which saves making a new one.
+
+    Raises:
+        LookupError: the word was not found.
+    """
+    size = object.__sizeof__(capsule) // 8
+    words = memoryview((ctypes.c_uint64 * size).from_address(id(capsule))).cast("B").cast("Q")
+    for at in range(1, size):
+        if words[at] == _NAME and words[at - 1] == record:
+            return words[at : at + 1]
+    raise LookupError("capsule: expected its name beside its pointer, got neither")
+
+
 class PostHandout(Handout):
     """New tensors from DLPack capsules; the deleter posts into the record (Note [Exact liveness])."""
 
@@ -170,9 +188,14 @@ class PostHandout(Handout):
             row_places.append(at)
             at += 2 * ndim
         self._row_places = tuple(row_places)
-        # Of each tensor: the address of its record, and where its state stands in states.
-        self._places = tuple((self._block + i * _RECORD_BYTES, i * _WORDS) for i in range(count))
-        self._others = tuple(state for _, state in self._places[1:])
+        # Of each tensor: its capsule, the capsule's name, and where its state stands in states.
+        places: list[tuple[Any, memoryview, int]] = []
+        for i in range(count):
+            record_address = self._block + i * _RECORD_BYTES
+            capsule = _new_capsule(record_address, _NAME, None)
+            places.append((capsule, _name_word(capsule, record_address), i * _WORDS))
+        self._places = tuple(places)
+        self._others = tuple(state for _, _, state in places[1:])
         # Views of memory that outlives them: a word is read and written without a call.
         self._states = memoryview((ctypes.c_uint32 * (count * _WORDS)).from_address(self._block)).cast("B").cast("I")
         self._dims = memoryview(dims).cast("B").cast("q")
@@ -198,19 +221,20 @@ class PostHandout(Handout):
                 dims[at] = rows
         tensors = []
         try:
-            for record, state in self._places:
+            for capsule, name, state in self._places:
                 states[state] = _LIVE
-                tensors.append(from_dlpack(_new_capsule(record, _NAME, None)))
+                name[0] = _NAME
+                tensors.append(from_dlpack(capsule))
         except BaseException:
             tensors.clear()  # their ends are posted; what is still marked live was never made
-            for _, state in self._places:
+            for _, _, state in self._places:
                 states[state] = _IDLE
             raise
         return tuple.__new__(self._outputs_type, tensors)
 
     def is_live(self) -> bool:
         states = self._states
-        for _, state in self._places:  # noqa: SIM110 (any() with a generator costs three times as much)
+        for _, _, state in self._places:  # noqa: SIM110 (any() with a generator costs three times as much)
             if states[state] == _LIVE:
                 return True
         return False
@@ -315,27 +339,31 @@ class OwnerHandout(Handout):
 
 
 def _try_posts(device: torch.device, address: int) -> bool:
-    """Make, view and drop one tensor at ``address`` (64 bytes); whether its end, and nothing before, was seen."""
+    """Make, view and drop tensors at ``address`` (64 bytes); whether their ends, and nothing before, were seen."""
     if sys.implementation.name != "cpython" or host_memory.post_address() is None:
         return False
     try:
         handout = PostHandout(OutputSpec(probe=((4,), torch.float32)), device, (address,))
-        handout.capacity = 4
-        with normal_mode(False):
-            outputs = handout.take(4)
-    except (RuntimeError, TypeError, ValueError, BufferError):
+    except (LookupError, RuntimeError):
         return False
-    tensor = outputs[0]
-    exact = tensor.data_ptr() == address and tensor.shape == (4, 4) and tensor.device == device
-    exact = exact and tensor.untyped_storage().nbytes() == 64 and tensor.dtype is torch.float32
-    view = tensor[1:]
-    del outputs, tensor
-    seen = handout.is_live()
-    del view
-    seen = seen and not handout.is_live()
-    if not handout.is_live():
-        handout.release()
-    return exact and seen
+    handout.capacity = 4
+    for rows in (4, 3):
+        try:
+            with normal_mode(False):
+                outputs = handout.take(rows)
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            return False
+        tensor = outputs[0]
+        is_exact = tensor.data_ptr() == address and tensor.shape == (rows, 4) and tensor.device == device
+        is_exact = is_exact and tensor.untyped_storage().nbytes() == 16 * rows and tensor.dtype is torch.float32
+        view = tensor[1:]
+        del outputs, tensor
+        is_seen = handout.is_live()
+        del view
+        if not is_exact or not is_seen or handout.is_live():
+            return False
+    handout.release()
+    return True
 
 
 _posts: dict[str, bool] = {}
