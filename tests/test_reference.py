@@ -377,7 +377,7 @@ def peak():
 
 def call(s_q, topk, s_kv, max_bytes):
     q = torch.ones(1, 16, 576).to(torch.float8_e4m3fn).expand(s_q, 16, 576)
-    kv = torch.ones(s_kv, 576).to(torch.float8_e4m3fn)
+    kv = torch.full((s_kv, 576), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
     indices = torch.randint(0, s_kv, (s_q, topk), dtype=torch.int32)
     out = torch.zeros(s_q, 16, 512, dtype=torch.bfloat16)
     max_logits, lse = torch.zeros(s_q, 16), torch.zeros(s_q, 16)

@@ -283,7 +283,8 @@ def _find_launch(backend: Any, device: torch.device) -> Launch:
         else:
             why = f"sm90 is not available: {reason}"
     serving = "sm90" if isinstance(launch, _Sm90) else "the reference"
-    _log_once(f"sparse_mla_prefill: {serving} serves backend={backend!r} on {device}: {why}")
+    text = f"sparse_mla_prefill: {serving} serves backend={backend!r} on {device}: {why}"
+    _log_once(text, text)
     _launches[backend, device] = launch
     return launch
 
@@ -355,16 +356,17 @@ def _addressable(name: str, tensor: torch.Tensor, leading: int) -> torch.Tensor:
 
 def _copied(name: str, tensor: torch.Tensor) -> torch.Tensor:
     _log_once(
+        name,
         f"sparse_mla_prefill: {name} is copied at every call like this one, since sm90 cannot address it: got strides "
         f"{list(tensor.stride())} in elements of {tensor.dtype.itemsize} bytes, {tensor.data_ptr() % 256} bytes past a "
-        f"multiple of 256"
+        f"multiple of 256",
     )
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _log_once(text: str) -> None:
-    if text not in _logged:
-        _logged.add(text)
+def _log_once(reason: str, text: str) -> None:
+    if reason not in _logged:
+        _logged.add(reason)
         _logger.info("%s", text)
 
 
