@@ -32,6 +32,15 @@ PROMPTS = (40, 7, 100, 33)
 SMALL = ("--chunk", "64", "--layers", "2", "--heads", "2", "--topk", "4")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    # Small operations gain nothing from more threads, and on a busy machine they wait for one another.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def trace(tmp_path):
     path = tmp_path / "trace.csv"
