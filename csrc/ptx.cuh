@@ -36,11 +36,6 @@ __device__ __forceinline__ u32 tid_x() {
     return tid;
 }
 
-// Barrier among the `threads` threads that name the same `id`. [bar.sync] Orders their memory accesses.
-__device__ __forceinline__ void bar_sync(u32 id, u32 threads) {
-    asm volatile("bar.sync %0, %1;\n" ::"r"(id), "r"(threads) : "memory");
-}
-
 // ----------------------------------------------------------------------------------------------------------- mbarriers
 
 // Set a barrier to its first phase with `arrivals` expected. [mbarrier.init] By one thread, before anybody uses it.
@@ -64,6 +59,19 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
     asm volatile(
         "{\n.reg .pred p;\n"
         "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}\n"
+        : "=r"(is_complete)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return is_complete != 0;
+}
+
+// The same question without suspending. [mbarrier.test_wait]
+__device__ __forceinline__ bool mbarrier_test_wait(u32 barrier, u32 parity) {
+    u32 is_complete;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
         "selp.u32 %0, 1, 0, p;\n}\n"
         : "=r"(is_complete)
         : "r"(barrier), "r"(parity)
@@ -104,10 +112,24 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* source, u32 
                  : "memory");
 }
 
+// Let the barrier count one arrival of this thread once its earlier cp.async have written. [cp.async.mbarrier.arrive] noinc:
+// the arrival is one of those the barrier was initialised with.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
+}
+
 // Wait until all earlier cp.async of this thread have written. [cp.async.wait_all]
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;\n" ::: "memory"); }
 
 // ---------------------------------------------------------------------------------------- fragments and shared memory
+
+// Load four 8x8 matrices of 16-bit pieces; lane l gives the row address l%8 of matrix l/8. [ldmatrix]
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
 
 // Load four 8x8 matrices of 16-bit pieces, each transposed; lane l gives the row address l%8 of matrix l/8. [ldmatrix]
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
@@ -200,22 +222,17 @@ __device__ __forceinline__ void hold(u32& value) { asm volatile("" : "+r"(value)
         constraint(d[22]), constraint(d[23]), constraint(d[24]), constraint(d[25]), constraint(d[26]),                   \
         constraint(d[27]), constraint(d[28]), constraint(d[29]), constraint(d[30]), constraint(d[31])
 
-// D = A B for 64 x 64 x 32 e4m3 with fp32 D; A and B from shared memory by descriptor, both K-major. [wgmma.mma_async]
-__device__ __forceinline__ void wgmma_ss_overwrite(float (&d)[32], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ACCUMULATOR_32 ", %32, %33, 0, 1, 1;\n"
+// D = A B for 64 x 64 x 32 e4m3 with fp32 D; A from registers (fragment map: layout.cuh), B from shared memory by
+// descriptor, K-major. [wgmma.mma_async]
+__device__ __forceinline__ void wgmma_overwrite(float (&d)[32], const u32 (&a)[4], u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ACCUMULATOR_32
+                 ", {%32, %33, %34, %35}, %36, 0, 1, 1;\n"
                  : OPERANDS_32("=f", d)
-                 : "l"(a), "l"(b));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // D += A B, the same shapes.
-__device__ __forceinline__ void wgmma_ss_accumulate(float (&d)[32], u64 a, u64 b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ACCUMULATOR_32 ", %32, %33, 1, 1, 1;\n"
-                 : OPERANDS_32("+f", d)
-                 : "l"(a), "l"(b));
-}
-
-// D += A B, the same shapes, A from registers: its fragment map is in layout.cuh.
-__device__ __forceinline__ void wgmma_rs_accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
+__device__ __forceinline__ void wgmma_accumulate(float (&d)[32], const u32 (&a)[4], u64 b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ACCUMULATOR_32
                  ", {%32, %33, %34, %35}, %36, 1, 1, 1;\n"
                  : OPERANDS_32("+f", d)

@@ -14,20 +14,20 @@ constexpr int BLOCK_TOKENS = 64;  // tokens of one block: the N of scores, the K
 constexpr int WARP_THREADS = 32;
 constexpr int GROUP_WARPS = 4;
 constexpr int GROUP_THREADS = GROUP_WARPS * WARP_THREADS;
-constexpr int SCORERS = 2;       // warpgroups 0 and 1: blocks alternate between them
-constexpr int ACCUMULATORS = 2;  // warpgroups 2 and 3: each owns 256 columns of d_v
-constexpr int THREADS = (SCORERS + ACCUMULATORS) * GROUP_THREADS;
+constexpr int SCORER = 0;              // warpgroup
+constexpr int FIRST_ACCUMULATOR = 1;   // warpgroups 1 and 2: each owns 256 columns of d_v
+constexpr int ACCUMULATORS = 2;
+constexpr int LOADER = 3;
+constexpr int THREADS = 4 * GROUP_THREADS;
 
-constexpr int SCORER_REGISTERS = 88;
+constexpr int SCORER_REGISTERS = 144;
 constexpr int ACCUMULATOR_REGISTERS = 168;
+constexpr int LOADER_REGISTERS = 32;
 constexpr int SM_REGISTERS = 65536;
-static_assert(GROUP_THREADS * (SCORERS * SCORER_REGISTERS + ACCUMULATORS * ACCUMULATOR_REGISTERS) <= SM_REGISTERS,
+static_assert(GROUP_THREADS * (SCORER_REGISTERS + ACCUMULATORS * ACCUMULATOR_REGISTERS + LOADER_REGISTERS) <= SM_REGISTERS,
               "roles: more registers than an SM has");
 
-constexpr int KEY_STAGES = 4;    // one in PV, one scored, one in QK, one being filled
-constexpr int QUERY_STAGES = 2;  // this item's Q and the next one's
-constexpr int SCALE_STAGES = 4;  // items that may be finished before the accumulators read their scale
-static_assert(KEY_STAGES % SCORERS == 0, "a key stage always belongs to the same scorer");
+constexpr int STAGES = 4;  // blocks between the loader's gather and the accumulators' last read
 
 // P = 2^(s - reference). The reference trails the running maximum: it is raised to (maximum - HEADROOM_LOG2) only when
 // the maximum has risen by more than RISE_LOG2, so P stays below 2^(HEADROOM_LOG2 + RISE_LOG2) and within e4m3.
@@ -43,44 +43,37 @@ constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 
 // ------------------------------------------------------------------------------------------------------------ barriers
 //
-// n counts the blocks of a CTA, t its items. A stage index is n (or t) modulo the number of stages, a phase n (or t)
-// divided by it. Scorer A is the one of block n (n % 2), scorer B the other one. "warps" arrive by their lane 0.
+// n counts the blocks of a CTA, t its items. The stage of block n is n % 4, its phase n / 4; "warps" arrive by one lane.
 //
-// | barrier        | arrivals | who arrives             | who waits                 | meaning                             |
-// | query_full[t]  | 4 warps  | scorer of block 0       | both scorers              | Q of item t is in shared memory     |
-// | query_empty[t] | 4 warps  | scorer of the last block| scorer that fetches t + 2 | all scores of item t are computed   |
-// | frame_full[n]  | 4 warps  | A                       | B for n + 1, accumulators | maximum, reference, factors of n    |
-// | p_full[n]      | 4 warps  | A                       | accumulators; B if it ends| P of block n (and A's part of sums) |
-// | key_empty[n]   | 8 warps  | accumulators            | A before it fetches n + 4 | PV of n done: K, P, factors free    |
-// | scale_full[t]  | 4 warps  | scorer of the last block| accumulators              | 1 / denominator of item t           |
+// | barrier       | arrivals               | who arrives  | who waits    | meaning                                          |
+// | query_full    | 128 threads            | loader       | scorer       | Q of item t is in shared memory                  |
+// | query_empty   | 4 warps                | scorer       | loader       | Q of item t is in registers                      |
+// | key_full[n]   | 128 threads + 4 warps  | loader       | scorer       | K of block n and its valid places are there      |
+// | factor_full[n]| 4 warps                | scorer       | accumulators | factors and flags of block n are there           |
+// | p_full[n]     | 4 warps                | scorer       | accumulators | P of n may be used; the scale too if n ends an item |
+// | stage_empty[n]| 8 warps                | accumulators | loader       | PV of n done: all that has stage n % 4 is free   |
 //
-// First phases: *_full start incomplete, *_empty are first waited for with the parity of a completed phase.
+// The *_full barriers start incomplete; the *_empty ones are first waited for with the parity of a completed phase.
 
 // ------------------------------------------------------------------------------------------------- shared-memory plan
-
-struct Frame {
-    float reference_log2;
-    float maximum_log2;
-};
 
 template <int D_QK>
 struct alignas(1024) SharedPlan {
     static constexpr int STAGE_BYTES = layout::Stage<D_QK>::BYTES;
 
-    u8 keys[KEY_STAGES][STAGE_BYTES];
-    u8 queries[QUERY_STAGES][STAGE_BYTES];
-    u8 p[SCORERS][HEADS * BLOCK_TOKENS];
-    Frame frame[SCORERS][HEADS];
-    float factor[SCORERS][HEADS];       // 2^(old reference - new reference)
-    float scale[SCALE_STAGES][HEADS];   // kv_scale / denominator
-    float partial_sum[HEADS];           // of the scorer that does not end the item, in its last frame
-    u8 raised[SCORERS][GROUP_WARPS];    // bit 0, 1: heads 16w..16w+7, 16w+8..16w+15 have a factor below 1
-    u64 query_full[QUERY_STAGES];
-    u64 query_empty[QUERY_STAGES];
-    u64 frame_full[SCORERS];
-    u64 p_full[SCORERS];
-    u64 key_empty[KEY_STAGES];
-    u64 scale_full[SCALE_STAGES];
+    u8 keys[STAGES][STAGE_BYTES];
+    u8 queries[STAGE_BYTES];
+    u8 p[STAGES][HEADS * BLOCK_TOKENS];
+    float factor[STAGES][HEADS];     // 2^(old reference - new reference)
+    float scale[STAGES][HEADS];      // kv_scale / denominator, of the item that block n ends
+    u16 valid[STAGES][GROUP_WARPS];  // one bit for each place of the block that holds a row of kv
+    u8 raised[STAGES][GROUP_WARPS];  // bit 0, 1: heads 16w..16w+7, 16w+8..16w+15 have a factor below 1
+    u64 query_full;
+    u64 query_empty;
+    u64 key_full[STAGES];
+    u64 factor_full[STAGES];
+    u64 p_full[STAGES];
+    u64 stage_empty[STAGES];
 };
 
 constexpr int SM90_SHARED_BYTES = 232448;

@@ -28,17 +28,15 @@ D_QK = (512, 576)
 HEADS = 64
 MAX_PLANS = 256
 
-_KEY_STAGES, _QUERY_STAGES, _SCORERS, _SCALE_STAGES = 4, 2, 2, 4
+_STAGES = 4
 
 
 def _shared_bytes(d_qk: int) -> int:
     """Size of ``SharedPlan<d_qk>``, which the kernel asserts against this figure."""
-    stages = (_KEY_STAGES + _QUERY_STAGES) * 64 * d_qk
-    p = _SCORERS * HEADS * 64
-    rows = HEADS * (_SCORERS * 8 + _SCORERS * 4 + _SCALE_STAGES * 4 + 4)
-    barriers = 8 * (2 * _QUERY_STAGES + 2 * _SCORERS + _KEY_STAGES + _SCALE_STAGES)
-    total = stages + p + rows + _SCORERS * 4 + barriers
-    return -(-total // 1024) * 1024
+    rows = (_STAGES + 1) * 64 * d_qk
+    per_stage = HEADS * 64 + 2 * 4 * HEADS + 4 * 2 + 4
+    barriers = 8 * (2 + 4 * _STAGES)
+    return -(-(rows + _STAGES * per_stage + barriers) // 1024) * 1024
 
 
 VARIANTS: dict[int, Source] = {
