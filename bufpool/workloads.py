@@ -113,9 +113,7 @@ def _prompts(name: str, lines: Iterator[list[str]], column: str) -> list[int]:
             )
         prompts.append(int(value))
     if not any(prompts):
-        raise TraceError(
-            f"{name}: expected at least one request with {column} > 0, got {len(prompts)} requests without"
-        )
+        raise TraceError(f"{name}: expected at least one request with {column} > 0, got {len(prompts)} requests without")
     return prompts
 
 

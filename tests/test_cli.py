@@ -21,7 +21,7 @@ from bufpool.cli.job import Job, plan_calls, run_calls
 from bufpool.cli.progress import progress
 from bufpool.cli.table import bytes_text
 from bufpool.cli.timing import acquire_loop, batches, time_loops
-from bufpool.errors import PoolLimitError
+from bufpool.errors import CompileError, PoolLimitError
 from bufpool.ops.sparse_mla import sparse_mla_prefill, sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.spec import OutputSpec
@@ -282,6 +282,15 @@ def test_what_fails_while_it_runs_is_one_line_too(error, code, message, trace, c
     assert err.count("\n") == bool(message)
 
 
+def test_a_compiler_log_keeps_its_lines(capsys, monkeypatch):
+    def fail(args):
+        raise CompileError("kernel.cu: expected it to compile, got:\nline 1\nline 2")
+
+    monkeypatch.setattr("bufpool.cli.compile.run_compile", fail)
+    assert main(["compile"]) == 1
+    assert capsys.readouterr().err == ("bufpool compile: kernel.cu: expected it to compile, got:\nline 1\nline 2\n")
+
+
 # --- The figure ---
 
 
@@ -419,11 +428,8 @@ def test_bytes_as_text():
 
 # --- On a GPU ---
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
-
 
 @pytest.mark.gpu
-@needs_cuda
 def test_run_on_cuda(run_json):
     facts, _ = run_json("--device", "cuda", "--heads", "64", "--hold", "2")
     assert facts["device"] == f"cuda:{torch.cuda.current_device()}"
@@ -435,7 +441,6 @@ def test_run_on_cuda(run_json):
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_baselines_on_cuda_are_what_torch_reserves():
     spec = sparse_mla_spec(64)
     device = torch.empty(0, device="cuda").device
@@ -447,7 +452,6 @@ def test_baselines_on_cuda_are_what_torch_reserves():
 
 
 @pytest.mark.gpu
-@needs_cuda
 def test_doctor_on_cuda(capsys):
     assert main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)

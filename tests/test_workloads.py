@@ -33,9 +33,7 @@ def csv_file(tmp_path):
 
 
 def test_trace_values_in_file_order(csv_file):
-    path = csv_file(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,374,44\n2023-11-16,0,1\n\n2023-11-17, 396 ,109"
-    )
+    path = csv_file("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16,374,44\n2023-11-16,0,1\n\n2023-11-17, 396 ,109")
     assert read_trace(path) == [374, 0, 396]
     assert read_trace(path, "GeneratedTokens") == [44, 1, 109]
 

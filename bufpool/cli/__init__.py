@@ -40,11 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except UsageError as e:
-        return _fail(arguments, str(e), EXIT_USAGE)
+        return _fail(arguments, _one_line(e), EXIT_USAGE)
     except BufpoolError as e:
+        # One line each, but for a compiler's log, which would not be read in one.
         return _fail(arguments, str(e), EXIT_FAILED)
     except (torch.OutOfMemoryError, MemoryError) as e:
-        return _fail(arguments, str(e) or "expected enough memory, got none", EXIT_FAILED)
+        return _fail(arguments, _one_line(e) or "expected enough memory, got none", EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -79,5 +80,9 @@ def _run(arguments: list[str]) -> int:
 
 def _fail(arguments: list[str], message: str, code: int) -> int:
     asked = next((f" {word}" for word in arguments if word in _COMMANDS), "")
-    print(f"bufpool{asked}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"bufpool{asked}: {message}", file=sys.stderr)
     return code
+
+
+def _one_line(e: BaseException) -> str:
+    return " ".join(str(e).split())

@@ -177,9 +177,7 @@ class _Run:
 
     def _compute(self, call: Call, indices: torch.Tensor, allocator: OutputAllocator) -> Any:
         q, kv = self._inputs.layer(call)
-        return self._operator(
-            q, kv, indices, _D_QK**-0.5, self._inputs.q_scale, self._inputs.kv_scale, allocator=allocator
-        )
+        return self._operator(q, kv, indices, _D_QK**-0.5, self._inputs.q_scale, self._inputs.kv_scale, allocator=allocator)
 
     def _consume(self, outputs: Any) -> None:
         for tensor in outputs:

@@ -42,9 +42,7 @@ def plot_bytes(path: str, curves: Mapping[str, Sequence[int]], title: str) -> No
     for number, (name, values) in enumerate(curves.items()):
         calls = range(1, len(values) + 1)
         # The needed line lies on the mapped one where all is well: keep both visible.
-        axes.plot(
-            calls, [value / unit for value in values], styles[number % 4], label=name, lw=2.5 if number < 2 else 1
-        )
+        axes.plot(calls, [value / unit for value in values], styles[number % 4], label=name, lw=2.5 if number < 2 else 1)
     axes.set_xlabel("calls")
     axes.set_ylabel(unit_name)
     axes.set_ylim(bottom=0)

@@ -64,9 +64,7 @@ def batches(rows: Sequence[int], batch_calls: int = BATCH_CALLS) -> list[Sequenc
     return whole or [rows]
 
 
-def time_loops(
-    loops: Mapping[str, Loop], rounds: Sequence[Sequence[int]], device: torch.device
-) -> dict[str, list[float]]:
+def time_loops(loops: Mapping[str, Loop], rounds: Sequence[Sequence[int]], device: torch.device) -> dict[str, list[float]]:
     """Host microseconds per call, for each loop and round.
 
     In every round each loop runs the same batch once, and the order of the loops moves on by one from round to round.
