@@ -93,7 +93,7 @@ def sparse_mla_prefill_reference(
         if s_kv == 0 or (2 * widened_bytes <= max_bytes and s_kv < s_q * topk):
             widened = torch.empty((s_kv + 1, d_qk), dtype=dtype, device=device)
             widened[:s_kv].copy_(kv)
-            widened[s_kv].zero_()  # Empty places read this row.
+            widened[s_kv].zero_()  # Empty places read this row: any finite one would do, at weight 0.
             max_bytes -= widened_bytes
         row_bytes = size * (d_qk * (h_q + topk) + h_q * (topk + D_V + 12)) + topk * (16 + d_qk * (widened is None))
         chunk = max(1, min(s_q, _CHUNK_ROWS, max_bytes // row_bytes))
