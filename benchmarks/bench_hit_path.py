@@ -104,7 +104,9 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {ROWS} rows; us, best of {ROUNDS} rounds")
+    print(
+        f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {ROWS} rows; us, best of {ROUNDS} rounds"
+    )
     for name, us in best_us(steps_of(device)).items():
         print(f"{name:<42}{us:7.2f}")
 
