@@ -116,7 +116,8 @@ class _Field:
         unchanged = unchanged_first & unchanged_second
         wrong = ~unchanged
         active = slice(GUARD_ROWS, GUARD_ROWS + self.rows)
-        wrong[active] = unchanged[active] | (first[active] != second[active]).any(-1)
+        # The poisons differ everywhere, so an element that was not written differs as well.
+        wrong[active] = (first[active] != second[active]).any(-1)
         if not bool(wrong.any()):
             return
         row, column = divmod(int(wrong.flatten().to(torch.uint8).argmax()), self.columns)
