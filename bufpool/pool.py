@@ -98,7 +98,7 @@ class OutputPool:
         self._trace = bool(trace)
         self._lock = _lock
         self._busy = False
-        self._has_lost_cuda = False
+        self._has_lost_cuda = _has_lost_cuda
         self._lanes: dict[tuple[Any, ...], Lane] = {}
         self._quick: dict[tuple[Any, ...], Lane] = {} if trace else self._lanes
         """What the hit path sees: the eager lanes, or nothing while the pool is closed, asleep or traced."""
@@ -179,7 +179,9 @@ class OutputPool:
             self._check_usable(device)
             with self._entered("acquire"):
                 self._former.acquires += 1
-            return _fresh.acquire(spec, 0, like)
+            with normal_mode(False):
+                return _fresh.acquire(spec, 0, like)
+        self._check_usable(device)  # before CUDA is asked: a forked child gets our words
         place = _Place(spec, device)
         site = _call_site() if self._trace else None
 
@@ -191,7 +193,8 @@ class OutputPool:
             return self._reentered(place, rows, like)
         outputs = self._with_memory("acquire", place, serve)
         if outputs is None:
-            outputs = _fresh.acquire(spec, rows, like)
+            with normal_mode(False):
+                outputs = _fresh.acquire(spec, rows, like)
         return outputs
 
     def _reentered(self, place: _Place, rows: int, like: Like) -> Any:
@@ -201,7 +204,8 @@ class OutputPool:
         self._former.acquires += 1
         self._former.misses += 1
         self._former.spills += 1
-        return _fresh.acquire(place.spec, rows, like)
+        with normal_mode(False):
+            return _fresh.acquire(place.spec, rows, like)
 
     def _serve(self, place: _Place, rows: int, site: str | None, notes: list[_Note]) -> Any:
         """Outputs from a slot of the lane; None for a spill. Under the lock. Commits last."""
@@ -291,6 +295,7 @@ class OutputPool:
         device = _device_of(like) if isinstance(like, (str, torch.device)) else home_device(like)
         if rows == 0 or device.type == "meta":
             return
+        self._check_usable(device)
         place = _Place(spec, device)
 
         def serve(notes: list[_Note]) -> bool:
@@ -821,7 +826,7 @@ class OutputPool:
         """In the child: a free lock, and no CUDA lanes."""
         self._lock = _lock
         self._busy = False
-        self._has_lost_cuda = any(slot.device.type != "cpu" for slot in self._slots)
+        self._has_lost_cuda = _has_lost_cuda or any(slot.device.type != "cpu" for slot in self._slots)
         self._free = [slot for slot in self._free if slot.device.type == "cpu"]
         for lanes in (self._lanes, self._captures):
             for key, lane in list(lanes.items()):
@@ -1016,11 +1021,23 @@ def _release_retired() -> None:
 
 @cache
 def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+_had_cuda = False
+"""Whether CUDA had been started when this process last forked."""
+_has_lost_cuda = False
+"""Whether this process is the forked child of one that had started CUDA."""
+
+
+def _before_fork() -> None:
+    global _had_cuda
+    _had_cuda = _has_lost_cuda or torch.cuda.is_initialized()
 
 
 def _after_fork() -> None:
-    global _lock, _retired_lock
+    global _has_lost_cuda, _lock, _retired_lock
+    _has_lost_cuda = _had_cuda
     _lock = threading.RLock()
     _retired_lock = threading.Lock()
     ADDRESS_BUDGET.after_fork()
