@@ -1032,7 +1032,7 @@ _has_lost_cuda = False
 
 def _before_fork() -> None:
     global _had_cuda
-    _had_cuda = _has_lost_cuda or torch.cuda.is_initialized()
+    _had_cuda = _has_lost_cuda or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
 
 
 def _after_fork() -> None:
