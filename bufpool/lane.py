@@ -15,12 +15,16 @@ __all__ = ["Lane", "LaneKey"]
 
 @dataclass(frozen=True, slots=True)
 class LaneKey:
-    """What makes an execution order: device, stream (and thread, for the per-thread default stream), capture, spec."""
+    """What makes an execution order: device, stream (and thread, for the per-thread default stream), capture, spec.
+
+    With ``shared``, the name of a shared capture, ``capture`` and ``stream`` are those of the first capture.
+    """
 
     device: torch.device
     stream: int
     thread: int
     capture: int | None
+    shared: str | None
     spec: OutputSpec
 
 

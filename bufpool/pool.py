@@ -103,6 +103,7 @@ class OutputPool:
         self._quick: dict[tuple[Any, ...], Lane] = {} if trace else self._lanes
         """What the hit path sees: the eager lanes, or nothing while the pool is closed, asleep or traced."""
         self._captures: dict[tuple[Any, ...], Lane] = {}
+        self._shared = _SharedCaptures()
         self._free: list[Slot] = []
         self._slots: list[Slot] = []  # all of them; the finalizer owns this list too
         self._former = _Counts()
@@ -182,7 +183,7 @@ class OutputPool:
             with normal_mode(False):
                 return _fresh.acquire(spec, 0, like)
         self._check_usable(device)  # before CUDA is asked: a forked child gets our words
-        place = _Place(spec, device)
+        place = _Place(spec, device, self._shared)
         site = _call_site() if self._trace else None
 
         def serve(notes: list[_Note]) -> Any:
@@ -296,7 +297,7 @@ class OutputPool:
         if rows == 0 or device.type == "meta":
             return
         self._check_usable(device)
-        place = _Place(spec, device)
+        place = _Place(spec, device, self._shared)
 
         def serve(notes: list[_Note]) -> bool:
             self._check_usable(place.device)
@@ -327,6 +328,41 @@ class OutputPool:
             return True
 
         self._with_memory("reserve", place, serve)
+
+    @contextlib.contextmanager
+    def shared_capture(self, name: str) -> Iterator[None]:
+        """Let the graphs captured inside, by this thread, share one set of slots, as large as the largest needs.
+
+        For graphs that are replayed in turn, such as one for each batch size: a replay overwrites what the last one left, as
+        with graphs that share a memory pool of torch. Results that somebody still holds are not shared away: the next
+        capture then takes another slot. The same name continues the same set as long as one of its graphs lives.
+
+        Args:
+            name: names the set within this pool.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"name: expected a string, got {name!r}")
+        former, self._shared.name = self._shared.name, name
+        try:
+            yield
+        finally:
+            self._shared.name = former
+
+    def release_captures(self) -> int:
+        """Release the pins of graphs whose end cannot be seen; the caller knows that those graphs are gone.
+
+        Only needed where the driver offers no user objects; elsewhere a pin ends with its graph, and this does nothing.
+
+        Returns:
+            How many pins were released.
+        """
+        with self._entered("release_captures"):
+            released = 0
+            for slot in self._slots:
+                kept = [pin for pin in slot.pins if pin.is_tracked]
+                released += len(slot.pins) - len(kept)
+                slot.pins = kept
+            return released
 
     def record_stream(self, outputs: torch.Tensor | Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
         """Declare that ``stream`` reads these results; their memory is reused only after its work.
@@ -721,6 +757,7 @@ class OutputPool:
             device=str(key.device),
             stream=key.stream,
             capture=key.capture,
+            shared=key.shared,
             spec=key.spec,
             arena="+".join(sorted({slot.kind for slot in slots})),
             acquires=lane.acquires,
@@ -852,17 +889,36 @@ class _Counts:
         self.spills += lane.spills
 
 
+class _SharedCaptures(threading.local):
+    """The set of slots that captures of this thread share now."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._capture: int | None = None
+        self._streams: list[int] = []
+
+    def branch(self, capture: int, stream: int) -> int:
+        """Which branch of a capture a stream is, counted by first use: the same branches of all captures share slots."""
+        if capture != self._capture:
+            self._capture = capture
+            self._streams = []
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
+
+
 class _Place:
     """Where a call is served: device with index, stream, thread and capture."""
 
-    __slots__ = ("capture", "device", "graph", "key", "spec", "stream", "thread")
+    __slots__ = ("capture", "device", "graph", "key", "shared", "spec", "stream", "thread")
 
-    def __init__(self, spec: OutputSpec, device: torch.device) -> None:
+    def __init__(self, spec: OutputSpec, device: torch.device, shared: _SharedCaptures) -> None:
         self.spec = spec
         self.stream = 0
         self.thread = 0
         self.capture: int | None = None
         self.graph: Any = None
+        self.shared: str | None = None
         if device.type == "cpu":
             self.device = torch.device("cpu")
             self.key: tuple[Any, ...] = (-1, 0, spec.key)
@@ -882,8 +938,13 @@ class _Place:
         self.key = (device.index, self.stream, spec.key)
         if self.thread:
             self.key += (self.thread,)
-        if self.capture is not None:
+        if self.capture is None:
+            return
+        self.shared = shared.name
+        if self.shared is None:
             self.key = (self.capture, *self.key)
+        else:
+            self.key = (self.shared, device.index, shared.branch(self.capture, self.stream), spec.key)
 
     def _find_capture(self) -> None:
         if driver.is_available():
@@ -899,7 +960,7 @@ class _Place:
                 )
 
     def lane_key(self) -> LaneKey:
-        return LaneKey(self.device, self.stream, self.thread, self.capture, self.spec)
+        return LaneKey(self.device, self.stream, self.thread, self.capture, self.shared, self.spec)
 
 
 def _positive(name: str, value: Any) -> int:

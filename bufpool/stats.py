@@ -17,6 +17,7 @@ class LaneStats:
         device: its home.
         stream: raw stream handle; 0 is the default stream, and the only one of the host.
         capture: capture id of a lane that belongs to a CUDA graph, else None.
+        shared: name of the shared capture that the lane belongs to, else None; ``capture`` is then its first one.
         spec: what it hands out.
         arena: arena kind that serves, ``cuda``, ``host`` or ``torch``; only the last one moves when it grows.
         acquires: calls served, spills included.
@@ -54,6 +55,7 @@ class LaneStats:
     needed_bytes: int
     peak_mapped_bytes: int
     holders: tuple[str, ...] = ()
+    shared: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,9 @@ class PoolStats:
 
 def _lane_name(lane: LaneStats) -> str:
     name = f"{lane.device} stream {lane.stream:#x}" if lane.stream else lane.device
-    if lane.capture is not None:
+    if lane.shared is not None:
+        name += f" shared capture {lane.shared!r}"
+    elif lane.capture is not None:
         name += f" capture {lane.capture}"
     return f"{name} ({', '.join(lane.spec.names)})"
 
