@@ -96,20 +96,27 @@ __device__ __forceinline__ u64 createpolicy_evict_last() {
     return policy;
 }
 
-// Copy 16 bytes to shared memory asynchronously: the first `source_bytes` (0 or 16) from `source`, the rest zeros.
-// With 0 nothing is read. [cp.async]
+// Copy 16 bytes to shared memory asynchronously, or write 16 zeros and read nothing when `is_zero`. [cp.async] (The setp
+// turns the operand into the predicate that ignore-src takes.)
 // The shared address must not be a sum of a per-thread and a uniform register: ptxas 13.0 then encodes the form with a
 // cache policy badly, and it traps as an illegal instruction (measured 2026-11-30, H200).
-__device__ __forceinline__ void cp_async_16(u32 shared, const void* source, u32 source_bytes, u64 policy) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;\n" ::"r"(shared), "l"(source),
-                 "r"(source_bytes), "l"(policy)
-                 : "memory");
+__device__ __forceinline__ void cp_async_16(u32 shared, const void* source, bool is_zero, u64 policy) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, p, %3;\n}\n" ::"r"(shared),
+        "l"(source), "r"(static_cast<u32>(is_zero)), "l"(policy)
+        : "memory");
 }
 
 // The same without a policy, for data that is read once.
-__device__ __forceinline__ void cp_async_16(u32 shared, const void* source, u32 source_bytes) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(shared), "l"(source), "r"(source_bytes)
-                 : "memory");
+__device__ __forceinline__ void cp_async_16(u32 shared, const void* source, bool is_zero) {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "setp.ne.u32 p, %2, 0;\n"
+        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p;\n}\n" ::"r"(shared),
+        "l"(source), "r"(static_cast<u32>(is_zero))
+        : "memory");
 }
 
 // Let the barrier count one arrival of this thread once its earlier cp.async have written. [cp.async.mbarrier.arrive] noinc:

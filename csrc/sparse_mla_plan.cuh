@@ -104,12 +104,13 @@ struct Params {
     int topk;
     i64 q_row_bytes;           // from one query to the next
     i64 q_head_bytes;          // from one head to the next
-    i64 kv_row_bytes;          // from one token to the next
     i64 indices_row_elements;  // from one query to the next
+    u32 kv_row_bytes;          // from one token to the next
     int s_kv;
     int h_q;
     int head_groups;  // h_q / 64, rounded up
     int items;        // s_q * head_groups
+    int reserved;     // the struct ends at a multiple of 8 bytes
 };
 
 }  // namespace sparse_mla

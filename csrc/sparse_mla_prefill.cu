@@ -48,9 +48,9 @@ __device__ __forceinline__ void wait(const u64& barrier, u32 phase) {
 }
 
 // Arrive once for the warp, after all its lanes.
-__device__ __forceinline__ void arrive(const u64& barrier) {
+__device__ __forceinline__ void arrive(const u64& barrier, u32 lane) {
     __syncwarp();
-    if (ptx::tid_x() % WARP_THREADS == 0) ptx::mbarrier_arrive(shared_address(&barrier));
+    if (lane == 0) ptx::mbarrier_arrive(shared_address(&barrier));
 }
 
 template <int N>
@@ -142,7 +142,7 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Item& 
 #pragma unroll
         for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
             ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS,
-                             head < params.h_q ? 16 : 0);
+                             head >= params.h_q);
     }
     if constexpr (Stage::HAS_TAIL) {
 #pragma unroll 1
@@ -151,7 +151,7 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Item& 
             const u8* source = query + min(head, params.h_q - 1) * params.q_head_bytes + (D_QK - layout::TAIL_COLUMNS) +
                                lane.tail_column;
             ptx::cp_async_16(stage + Stage::TAIL_OFFSET + lane.tail_offset + i * 8 * layout::TAIL_COLUMNS, source,
-                             head < params.h_q ? 16 : 0);
+                             head >= params.h_q);
         }
     }
 }
@@ -165,20 +165,20 @@ __device__ __forceinline__ void gather_keys(const Params& params, int token, con
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int row = __shfl_sync(~0u, token, 4 * i + lane.wide_row);
-        const u32 bytes = row >= 0 ? 16 : 0;
-        const u8* source = params.kv + max(row, 0) * params.kv_row_bytes + lane.wide_column;
+        const u8* source = params.kv + static_cast<u64>(static_cast<u32>(row)) * params.kv_row_bytes + lane.wide_column;
         const u32 to = destination + (i & 1 ? flip : 0) + i * 4 * layout::WIDE_COLUMNS;
 #pragma unroll
         for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
-            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, bytes, policy);
+            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, row < 0, policy);
     }
     if constexpr (Stage::HAS_TAIL) {
         const u32 to = destination + (Stage::TAIL_OFFSET + lane.tail_offset - lane.wide_offset);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int row = __shfl_sync(~0u, token, 8 * i + lane.tail_row);
-            const u8* source = params.kv + max(row, 0) * params.kv_row_bytes + (D_QK - layout::TAIL_COLUMNS) + lane.tail_column;
-            ptx::cp_async_16(to + i * 8 * layout::TAIL_COLUMNS, source, row >= 0 ? 16 : 0, policy);
+            const u8* source = params.kv + static_cast<u64>(static_cast<u32>(row)) * params.kv_row_bytes +
+                               (D_QK - layout::TAIL_COLUMNS) + lane.tail_column;
+            ptx::cp_async_16(to + i * 8 * layout::TAIL_COLUMNS, source, row < 0, policy);
         }
     }
 }
@@ -196,33 +196,32 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
 
     Pipeline pipeline;
     Item item(params, blockIdx.x);
-    int place = 16 * warp + lane % 16;
-    const int* indices = params.indices + item.query * params.indices_row_elements + place;
-    int index = item.is_active(params) && place < item.length ? __ldg(indices) : -1;
-    int blocks_left = item.blocks();
+    const int my_place = 16 * warp + lane % 16;
+    int places_left = item.length;
+    const int* indices = params.indices + item.query * params.indices_row_elements;
+    int index = item.is_active(params) && my_place < places_left ? __ldg(indices + my_place) : -1;
     bool is_new = true;
-    for (u32 turn = 0; item.is_active(params);) {
+    for (u32 query_phase = 0; item.is_active(params);) {
         // Fetch Q of a new item, once the scorer has the last one in registers.
         if (is_new) {
-            wait(shared.query_empty, turn + 1);
+            wait(shared.query_empty, query_phase ^ 1);
             fetch_queries<D_QK>(params, item, warp, copy, shared_address(shared.queries));
             ptx::cp_async_mbarrier_arrive(shared_address(&shared.query_full));
-            ++turn;
+            query_phase ^= 1;
         }
 
         // Read the indices of the next block during this one.
         const int token = static_cast<u32>(index) < static_cast<u32>(params.s_kv) ? index : -1;
-        is_new = --blocks_left == 0;
+        is_new = places_left <= BLOCK_TOKENS;
         if (is_new) {
             item = item.next(params);
-            blocks_left = item.blocks();
-            place = 16 * warp + lane % 16;
-            indices = params.indices + item.query * params.indices_row_elements + place;
+            places_left = item.is_active(params) ? item.length : 0;
+            indices = params.indices + item.query * params.indices_row_elements;
         } else {
-            place += BLOCK_TOKENS;
+            places_left -= BLOCK_TOKENS;
             indices += BLOCK_TOKENS;
         }
-        index = item.is_active(params) && place < item.length ? __ldg(indices) : -1;
+        index = my_place < places_left ? __ldg(indices + my_place) : -1;
 
         // Gather K of this block, once the accumulators have left the stage.
         const u32 valid = __ballot_sync(~0u, token >= 0);
@@ -331,7 +330,7 @@ __device__ __forceinline__ void raise_references(SharedPlan<D_QK>& shared, Rows&
         shared.factor[stage][16 * warp + lane / 4 + 8] = factor[1];
     }
     if (lane == 0) shared.raised[stage][warp] = static_cast<u8>(raised);
-    arrive(shared.factor_full[stage]);
+    arrive(shared.factor_full[stage], lane);
 }
 
 // Turn scores into P (e4m3) in shared memory and add them up.
@@ -408,7 +407,7 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
         // Take Q into registers; a negative scale flips its signs, so that the maximum is a maximum.
         wait(shared.query_full, turn);
         load_queries<D_QK>(queries, shared_address(shared.queries), warp, lane);
-        arrive(shared.query_empty);
+        arrive(shared.query_empty, lane);
         if (signed_scale < 0.0f) {
 #pragma unroll
             for (int step = 0; step < layout::Stage<D_QK>::K_STEPS; ++step)
@@ -436,7 +435,7 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
             ptx::fence_proxy_async_shared();
             ptx::wgmma_wait<0>();
             hold(scores);
-            if (unreleased < STAGES) arrive(shared.p_full[unreleased]);
+            if (unreleased < STAGES) arrive(shared.p_full[unreleased], lane);
 
             // Softmax.
             mask_scores(scores, valid, lane);
@@ -452,7 +451,7 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
     }
     if (unreleased < STAGES) {
         ptx::fence_proxy_async_shared();
-        arrive(shared.p_full[unreleased]);
+        arrive(shared.p_full[unreleased], lane);
     }
 }
 
@@ -586,7 +585,7 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
             multiply_values(output, fragment, raw, values,
                             layout::descriptor(shared_address(shared.p[stage]), layout::SWIZZLE_64_BYTES));
             if (--blocks_left == 0) break;
-            arrive(shared.stage_empty[stage]);
+            arrive(shared.stage_empty[stage], ptx::tid_x() % WARP_THREADS);
             pipeline.advance();
         }
 
@@ -595,7 +594,7 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             scale_pair(output, i, reinterpret_cast<const float2*>(shared.scale[pipeline.stage])[4 * i + pair]);
-        arrive(shared.stage_empty[pipeline.stage]);
+        arrive(shared.stage_empty[pipeline.stage], ptx::tid_x() % WARP_THREADS);
         pipeline.advance();
         store_output(params, output, item);
     }

@@ -113,7 +113,7 @@ def compile_source(
     arch: str = "sm_90a",
     *,
     cache_dir: str | os.PathLike[str] | None = None,
-    use_cache: bool = True,
+    reuse: bool = True,
 ) -> Binary:
     """Compile a variant for ``arch``, or take it from memory or disk.
 
@@ -121,7 +121,7 @@ def compile_source(
         source: the variant.
         arch: real architecture, as NVRTC names it (``sm_90a``).
         cache_dir: see ``cache_directory``.
-        use_cache: False compiles anew and keeps nothing.
+        reuse: False compiles anew; what comes out is kept all the same.
 
     Raises:
         CompileError: the compiler refused (the text ends with its log), the sources are missing, or cuda.core is not
@@ -129,20 +129,20 @@ def compile_source(
     """
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise CompileError(f"arch: expected a real architecture such as sm_90a, got {arch!r}")
-    if not use_cache:
-        return _compile(source, arch)
     key = _key(source, arch)
-    with _memory_lock:
-        found = _memory.get(key)
-    if found is None:
-        directory = _directory_or_none(cache_dir)
-        found = _read(directory, key, source, arch) if directory else None
-        if found is None:
-            found = _compile(source, arch)
-            if directory:
-                _write(directory, key, found)
+    if reuse:
         with _memory_lock:
-            found = _memory.setdefault(key, found)
+            found = _memory.get(key)
+        if found is not None:
+            return found
+    directory = _directory_or_none(cache_dir)
+    found = _read(directory, key, source, arch) if directory and reuse else None
+    if found is None:
+        found = _compile(source, arch)
+        if directory:
+            _write(directory, key, found)
+    with _memory_lock:
+        _memory[key] = found
     return found
 
 

@@ -21,9 +21,10 @@ from ..jit.compiler import Source
 from ..jit.kernel import load_kernel
 from ..jit.launch import Launch
 
-__all__ = ["VARIANTS", "is_available", "launch", "unavailable_reason"]
+__all__ = ["ARCH", "VARIANTS", "is_available", "launch", "unavailable_reason"]
 
 CAPABILITY = (9, 0)
+ARCH = "sm_90a"
 D_QK = (512, 576)
 HEADS = 64
 MAX_PLANS = 256
@@ -53,7 +54,7 @@ VARIANTS: dict[int, Source] = {
 
 # Params of csrc/sparse_mla_plan.cuh: what changes from call to call, then what the shape fixes.
 _CHANGING = struct.Struct("<10Q3fi")
-_FIXED = struct.Struct("<4q4i")
+_FIXED = struct.Struct("<3qI5i")
 _PARAMS_BYTES = _CHANGING.size + _FIXED.size
 
 _INT32_MAX = 2**31 - 1
@@ -114,7 +115,8 @@ def launch(
     Args:
         q: [s_q, h_q, d_qk] float8_e4m3fn, d_qk 576 or 512. Last dimension contiguous; base address and the strides of
             the first two dimensions are multiples of 16 bytes.
-        kv: [s_kv, d_qk] float8_e4m3fn. Last dimension contiguous; base address and row stride multiples of 16 bytes.
+        kv: [s_kv, d_qk] float8_e4m3fn. Last dimension contiguous; base address and row stride multiples of 16 bytes, the
+            row stride below 2^32 bytes.
         indices: [s_q, topk] int32, topk >= 1, last dimension contiguous.
         sm_scale: finite.
         q_scale, kv_scale: a finite number, or a float32 tensor of one element on the device.
@@ -193,18 +195,19 @@ def _plan(
     items = s_q * head_groups
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     with torch.cuda.device(device):
-        plan = Launch(load_kernel(VARIANTS[d_qk]), device, min(items, sms), _PARAMS_BYTES)
+        plan = Launch(load_kernel(VARIANTS[d_qk], ARCH), device, min(items, sms), _PARAMS_BYTES)
     _FIXED.pack_into(
         plan.params,
         _CHANGING.size,
         q_row,
         q_head,
-        kv_row,
         indices_row,
+        kv_row if s_kv > 1 else 0,
         min(s_kv, _INT32_MAX),
         h_q,
         head_groups,
         items,
+        0,
     )
     return plan
 

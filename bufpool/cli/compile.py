@@ -1,0 +1,75 @@
+"""``bufpool compile``: compile every kernel variant ahead of its first use, and say what each takes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..jit.compiler import Binary, cache_directory, compile_source
+from ..ops.sparse_mla_sm90 import ARCH, VARIANTS
+from .table import bytes_text, print_table
+
+__all__ = ["MAX_SHARED_BYTES", "add_arguments", "faults", "run_compile"]
+
+MAX_SHARED_BYTES = 232_448
+"""Shared memory that one CTA may have on compute capability 9.0."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``bufpool compile``."""
+    parser.add_argument("--arch", default=ARCH, help=f"architecture to compile for (default {ARCH})")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout in place of the table")
+
+
+def run_compile(args: argparse.Namespace) -> int:
+    """Compile all variants anew, keep them in the cache, and print what each takes. Needs NVRTC, but no GPU.
+
+    Returns:
+        1 if a variant spills registers or takes more shared memory than a CTA may have, else 0.
+
+    Raises:
+        CompileError: a variant does not compile; the text ends with the compiler's log.
+    """
+    binaries = [compile_source(source, args.arch, reuse=False) for source in VARIANTS.values()]
+    found = [fault for binary in binaries for fault in faults(binary)]
+    if args.json:
+        print(json.dumps({"kernels": [_facts(binary) for binary in binaries]}))
+    else:
+        print_table(
+            f"compiled for {args.arch}, kept in {cache_directory()}",
+            [(binary.source.name, _line(binary)) for binary in binaries],
+        )
+    for fault in found:
+        print(f"bufpool compile: {fault}", file=sys.stderr)
+    return 1 if found else 0
+
+
+def faults(binary: Binary) -> list[str]:
+    """What is wrong with a compiled variant, as ``<variant>: expected <rule>, got <value>``."""
+    name, source = binary.source.name, binary.source
+    found = []
+    if binary.registers < 0 or binary.spill_bytes < 0:
+        found.append(f"{name}: expected the compiler to say registers and spills, got no such line in its log")
+    elif binary.spill_bytes > 0:
+        found.append(f"{name}: expected no spilled registers, got {binary.spill_bytes} bytes")
+    if source.shared_bytes > MAX_SHARED_BYTES:
+        found.append(f"{name}: expected at most {MAX_SHARED_BYTES} bytes of shared memory, got {source.shared_bytes}")
+    return found
+
+
+def _facts(binary: Binary) -> dict[str, object]:
+    return {
+        "name": binary.source.name,
+        "registers": binary.registers,
+        "spill_bytes": binary.spill_bytes,
+        "smem_bytes": binary.source.shared_bytes,
+        "seconds": round(binary.seconds, 3),
+    }
+
+
+def _line(binary: Binary) -> str:
+    return (
+        f"{binary.registers} registers, {binary.spill_bytes} bytes spilled, "
+        f"{bytes_text(binary.source.shared_bytes)} of shared memory, {binary.seconds:.2f} s"
+    )
