@@ -344,7 +344,7 @@ def _try_posts(device: torch.device, address: int) -> bool:
         return False
     try:
         handout = PostHandout(OutputSpec(probe=((4,), torch.float32)), device, (address,))
-    except (LookupError, RuntimeError):
+    except (BufferError, LookupError, RuntimeError):
         return False
     handout.capacity = 4
     for rows in (4, 3):
