@@ -1,0 +1,120 @@
+"""Every kernel variant compiles here, without a GPU, within its resources; and the sources keep their layers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import re
+import struct
+
+import pytest
+
+from bufpool.cli import compile as cli
+from bufpool.jit import compiler
+from bufpool.jit.compiler import compile_source, source_directory
+from bufpool.ops import sparse_mla_sm90
+from bufpool.ops.sparse_mla_sm90 import VARIANTS
+
+has_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None,
+    reason="needs cuda.core with NVRTC",
+)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("BUFPOOL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "_memory", {})
+    return tmp_path
+
+
+@has_compiler
+@pytest.mark.parametrize("d_qk", sorted(VARIANTS))
+def test_variant_fits(d_qk, cache):
+    binary = compile_source(VARIANTS[d_qk], reuse=False)
+    assert cli.faults(binary) == []
+    assert binary.registers * VARIANTS[d_qk].threads <= 65536
+    assert VARIANTS[d_qk].entry.encode() in binary.image
+
+
+@has_compiler
+def test_command_reports_every_variant(cache, capsys):
+    code = cli.run_compile(argparse.Namespace(arch="sm_90a", json=True))
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert [kernel["name"] for kernel in report["kernels"]] == [source.name for source in VARIANTS.values()]
+    for kernel in report["kernels"]:
+        assert set(kernel) == {"name", "registers", "spill_bytes", "smem_bytes", "seconds"}
+        assert kernel["registers"] > 0
+        assert kernel["spill_bytes"] == 0
+        assert 0 < kernel["smem_bytes"] <= 232448
+        assert kernel["seconds"] > 0
+    assert len(list(cache.glob("*.kernel"))) == len(VARIANTS)
+    assert compile_source(VARIANTS[576]).registers == report["kernels"][-1]["registers"]
+
+
+def make_binary(**changes):
+    source = dataclasses.replace(VARIANTS[576], shared_bytes=changes.pop("shared_bytes", 1000))
+    return dataclasses.replace(compiler.Binary(source, "sm_90a", b"", 128, 0, 1.0, is_cached=False), **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({}, None),
+        ({"spill_bytes": 8}, "expected no spilled registers, got 8 bytes"),
+        ({"shared_bytes": 232449}, "expected at most 232448 bytes of shared memory, got 232449"),
+        ({"shared_bytes": 232448}, None),
+        ({"registers": -1}, "expected the compiler to say registers and spills"),
+    ],
+)
+def test_faults_are_named(changes, fault):
+    found = cli.faults(make_binary(**changes))
+    assert (found == []) if fault is None else (len(found) == 1 and fault in found[0])
+
+
+@pytest.mark.parametrize(("spill_bytes", "code"), [(0, 0), (4, 1)])
+def test_exit_code_tells_of_spills(spill_bytes, code, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "compile_source", lambda source, arch, reuse: make_binary(spill_bytes=spill_bytes))
+    assert cli.run_compile(argparse.Namespace(arch="sm_90a", json=False)) == code
+    printed = capsys.readouterr()
+    assert "128 registers" in printed.out
+    assert ("spilled registers" in printed.err) == bool(code)
+
+
+def test_parameters_are_packed_as_the_kernel_declares_them():
+    text = (source_directory() / "sparse_mla_plan.cuh").read_text()
+    body = re.search(r"struct Params \{(.*?)\n\};", text, re.DOTALL)[1]
+    codes = {"i64": "q", "u32": "I", "int": "i", "float": "f"}
+    fields = [line.split("//")[0].strip() for line in body.splitlines()]
+    declared = "".join("Q" if "*" in field else codes[field.split()[0]] for field in fields if field)
+    packed = sparse_mla_sm90._CHANGING.format + sparse_mla_sm90._FIXED.format
+    spelled = re.sub(r"(\d+)(\w)", lambda found: found[2] * int(found[1]), packed.replace("<", ""))
+    assert spelled == declared
+    assert struct.calcsize("<" + declared) == struct.calcsize("@" + declared)
+
+
+ASM = re.compile(r"\basm\b")
+
+
+def files_with_asm(directory):
+    return {path.name for path in directory.rglob("*.cu*") if ASM.search(re.sub(r"//.*", "", path.read_text()))}
+
+
+def test_inline_ptx_stands_in_one_file():
+    assert files_with_asm(source_directory()) == {"ptx.cuh"}
+
+
+def test_planted_ptx_is_found(tmp_path):
+    (tmp_path / "kernel.cu").write_text('void f() { asm volatile("nop;"); }\n')
+    (tmp_path / "other.cuh").write_text("// asm in a comment\n")
+    assert files_with_asm(tmp_path) == {"kernel.cu"}
+
+
+def test_sources_include_nothing_from_outside():
+    for path in source_directory().rglob("*.cu*"):
+        for included in re.findall(r"#\s*include\s*(\S+)", path.read_text()):
+            assert (source_directory() / included.strip('"')).is_file(), f"{path.name} includes {included}"
+        assert not re.search(r"#\s*if", path.read_text()), f"{path.name} has variants by #if"
