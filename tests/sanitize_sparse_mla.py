@@ -1,0 +1,48 @@
+"""Small calls of the SM90 kernel with every option, for compute-sanitizer; not a test by itself.
+
+    for tool in memcheck racecheck synccheck initcheck; do
+        PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $tool --error-exitcode 9 \\
+            --kernel-name kernel_substring=sparse_mla python tests/sanitize_sparse_mla.py
+    done
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from bufpool.ops import sparse_mla_sm90
+
+# d_qk, h_q, topk, s_q, s_kv
+SHAPES = [(576, 64, 300, 3, 200), (512, 64, 300, 3, 200), (576, 20, 64, 2, 70), (512, 80, 65, 3, 70), (576, 1, 1, 1, 1)]
+
+
+def call(d_qk: int, h_q: int, topk: int, s_q: int, s_kv: int, *, has_options: bool) -> None:
+    q = torch.randn(s_q, h_q, d_qk).to(torch.float8_e4m3fn).cuda()
+    kv = torch.randn(s_kv, d_qk).to(torch.float8_e4m3fn).cuda()
+    indices = torch.randint(-20, s_kv + 20, (s_q, topk), dtype=torch.int32).cuda()
+    out = torch.zeros(s_q, h_q, 512, dtype=torch.bfloat16).cuda()
+    max_logits, lse = (torch.zeros(s_q, h_q).cuda() for _ in range(2))
+    q_scale: float | torch.Tensor = 1.0
+    kv_scale: float | torch.Tensor = 1.0
+    sink = lengths = None
+    if has_options:
+        q_scale, kv_scale = torch.tensor([-0.5]).cuda(), torch.tensor(2.0).cuda()
+        sink = torch.full((h_q,), -math.inf).cuda()
+        lengths = (torch.arange(s_q, dtype=torch.int32) * 100).cuda()
+    sparse_mla_sm90.launch(q, kv, indices, d_qk**-0.5, q_scale, kv_scale, sink, lengths, out, max_logits, lse)
+    torch.cuda.synchronize()
+    assert not out.isnan().any().item()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        for has_options in (False, True):
+            call(*shape, has_options=has_options)
+    print(f"{2 * len(SHAPES)} calls")
+
+
+if __name__ == "__main__":
+    main()
