@@ -417,7 +417,8 @@ class OutputPool:
                 if attempt == 2 or place.capture is not None or self._capturing(place.device):
                     have = self._mapped_bytes(place.device)
                     limit = _device_bytes(place.device)
-                    raise PoolLimitError(f"memory ({error})", need=error.nbytes, have=have, limit=limit) from error
+                    what = f"{place.device}: memory ({error})"
+                    raise PoolLimitError(what, need=error.nbytes, have=have, limit=limit) from error
                 if attempt == 0 and place.device.type == "cuda":
                     torch.cuda.empty_cache()
             finally:
