@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,10 @@ def spec():
 
 
 @pytest.fixture
-def make_pool():
+def make_pool(request):
     """Makes pools; those still open at the end of the test are closed."""
+    if "fake_cuda" in request.fixturenames:
+        request.getfixturevalue("fake_cuda")  # its devices outlive the pools
     pools = []
 
     def make(*args, **options):
@@ -261,12 +264,25 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(fake.drivers))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: fake.current)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, fake.drivers[0].memory_bytes))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device=None: types.SimpleNamespace(total_memory=fake.drivers[0].memory_bytes),
+    )
 
     def empty_cache():
         fake.emptied += 1
 
     monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
-    return fake
+    yield fake
+    fake.capturing = fake.capture = None
+    for device in fake.drivers:
+        device.failure = None  # its traceback holds results of the test
+    for capture in list(fake.graphs):
+        fake.end_graph(capture)
+    gc.collect()
+    pool_module._release_retired()
+    assert all(device.is_clean for device in fake.drivers), "memory of a device was not given back"
 
 
 @pytest.fixture(params=["post", "owner"])
