@@ -213,10 +213,11 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(PENDING) : "memory");
 }
 
-// No instruction: tells the compiler that a register of a wgmma in flight changes here, so that it neither moves
-// reads of it up nor copies it.
+// No instruction: tells the compiler that the value changes here. So it neither moves reads of a register of a wgmma in
+// flight up, nor computes an address later than it is written.
 __device__ __forceinline__ void hold(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void hold(u32& value) { asm volatile("" : "+r"(value)::"memory"); }
+__device__ __forceinline__ void hold(u64& value) { asm volatile("" : "+l"(value)::"memory"); }
 
 #define ACCUMULATOR_32                                                                                                   \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                            \

@@ -259,12 +259,12 @@ __device__ __forceinline__ void load_queries(u32 (&queries)[layout::Stage<D_QK>:
     for (int step = 0; step < Stage::K_STEPS; ++step) hold(queries[step]);
 }
 
-// Issue S = Q K^T: 64 heads x 64 tokens. Row r of a thread's fragment is head 16w + l / 4 + 8 r.
+// Issue S = Q K^T: 64 heads x 64 tokens. Row r of a thread's fragment is head 16w + l / 4 + 8 r. `wide` and `tail` are
+// the descriptors of the key stage.
 template <int D_QK>
-__device__ __forceinline__ void start_scores(float (&scores)[32], const u32 (&queries)[layout::Stage<D_QK>::K_STEPS][4], u32 stage) {
+__device__ __forceinline__ void start_scores(float (&scores)[32], const u32 (&queries)[layout::Stage<D_QK>::K_STEPS][4], u64 wide,
+                                             u64 tail) {
     using Stage = layout::Stage<D_QK>;
-    const u64 wide = layout::descriptor(stage, layout::SWIZZLE_128_BYTES);
-    const u64 tail = layout::descriptor(stage + Stage::TAIL_OFFSET, layout::SWIZZLE_64_BYTES);
     ptx::wgmma_fence();
     ptx::wgmma_overwrite(scores, queries[0], wide);
 #pragma unroll
@@ -395,10 +395,15 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
     const u32 p_low = shared_address(shared.p) + layout::narrow_offset(16 * warp + lane % 16, lane / 16);
     const u32 p_high = shared_address(shared.p) + layout::narrow_offset(16 * warp + lane % 16, lane / 16 + 2);
 
+    const u64 first_wide = layout::descriptor(shared_address(shared.keys), layout::SWIZZLE_128_BYTES);
+    const u64 first_tail =
+        layout::descriptor(shared_address(shared.keys) + layout::Stage<D_QK>::TAIL_OFFSET, layout::SWIZZLE_64_BYTES);
+
     u32 queries[layout::Stage<D_QK>::K_STEPS][4];
     float scores[32];
     Pipeline pipeline;
     u32 turn = 0;
+    u64 wide = first_wide, tail = first_tail;
     u32 unreleased = STAGES;  // stage of the P that waits for the next QK; STAGES for none
     bool is_key_there = false;
     for (Item item(params, blockIdx.x); item.is_active(params); item = item.next(params), ++turn) {
@@ -427,10 +432,14 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
                 ptx::fence_proxy_async_shared();
             }
             const u64 valid = *reinterpret_cast<const volatile u64*>(shared.valid[stage]);
-            start_scores<D_QK>(scores, queries, shared_address(shared.keys[stage]));
+            start_scores<D_QK>(scores, queries, wide, tail);
 
-            // Beside it: look for the next K, and fence P of the last block together with it.
+            // Beside it: prepare the next one, and fence its K together with P of the last block.
             pipeline.advance();
+            wide = first_wide + layout::descriptor_step(pipeline.stage * SharedPlan<D_QK>::STAGE_BYTES);
+            tail = first_tail + layout::descriptor_step(pipeline.stage * SharedPlan<D_QK>::STAGE_BYTES);
+            ptx::hold(wide);
+            ptx::hold(tail);
             is_key_there = ptx::mbarrier_test_wait(shared_address(&shared.key_full[pipeline.stage]), pipeline.phase);
             ptx::fence_proxy_async_shared();
             ptx::wgmma_wait<0>();
@@ -554,6 +563,8 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
     const u32 warp = __shfl_sync(~0u, thread / WARP_THREADS, 0);  // of 8: columns 64 warp to 64 warp + 63
     const u32 first_values = shared_address(shared.keys) + warp / 2 * layout::WIDE_TILE_BYTES + layout::wide_offset(lane, warp % 2 * 4);
 
+    const u64 first_p = layout::descriptor(shared_address(shared.p), layout::SWIZZLE_64_BYTES);
+
     float output[M_TILES][32];
     u32 fragment[FRAGMENTS][4], raw[4];
     Pipeline pipeline;
@@ -568,6 +579,8 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
 #pragma unroll 1
         for (;;) {
             const u32 stage = pipeline.stage, values = first_values + stage * SharedPlan<D_QK>::STAGE_BYTES;
+            u64 p = first_p + layout::descriptor_step(stage * sizeof(shared.p[0]));
+            ptx::hold(p);
 
             // Load the first fragments and rescale while the scorer makes P.
             wait(shared.factor_full[stage], pipeline.phase);
@@ -582,8 +595,7 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
 
             wait(shared.p_full[stage], pipeline.phase);
             hold(output);
-            multiply_values(output, fragment, raw, values,
-                            layout::descriptor(shared_address(shared.p[stage]), layout::SWIZZLE_64_BYTES));
+            multiply_values(output, fragment, raw, values, p);
             if (--blocks_left == 0) break;
             arrive(shared.stage_empty[stage], ptx::tid_x() % WARP_THREADS);
             pipeline.advance();
