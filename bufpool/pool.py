@@ -33,6 +33,7 @@ import torch
 from . import driver, host_memory
 from .allocator import FreshAllocator, Like, home_device
 from .arena import ADDRESS_BUDGET
+from .debug import Debug
 from .errors import BufpoolError, CaptureError, PoolLimitError
 from .lane import Lane, LaneKey
 from .pin import Pin
@@ -96,12 +97,13 @@ class OutputPool:
         self._max_bytes = max_bytes
         self._arena = arena
         self._trace = bool(trace)
+        self._debug = Debug.from_environment()
         self._lock = _lock
         self._busy = False
         self._has_lost_cuda = _has_lost_cuda
         self._lanes: dict[tuple[Any, ...], Lane] = {}
-        self._quick: dict[tuple[Any, ...], Lane] = {} if trace else self._lanes
-        """What the hit path sees: the eager lanes, or nothing while the pool is closed, asleep or traced."""
+        self._quick: dict[tuple[Any, ...], Lane] = {} if trace or self._debug else self._lanes
+        """What the hit path sees: the eager lanes, or nothing while the pool is closed, asleep, traced or debugged."""
         self._captures: dict[tuple[Any, ...], Lane] = {}
         self._shared = _SharedCaptures()
         self._free: list[Slot] = []
@@ -184,7 +186,7 @@ class OutputPool:
                 return _fresh.acquire(spec, 0, like)
         self._check_usable(device)  # before CUDA is asked: a forked child gets our words
         place = _Place(spec, device, self._shared)
-        site = _call_site() if self._trace else None
+        site = _call_site() if self._trace or self._debug else None
 
         def serve(notes: list[_Note]) -> Any:
             with normal_mode(False):
@@ -194,8 +196,14 @@ class OutputPool:
             return self._reentered(place, rows, like)
         outputs = self._with_memory("acquire", place, serve)
         if outputs is None:
-            with normal_mode(False):
-                outputs = _fresh.acquire(spec, rows, like)
+            outputs = self._spilled(place, rows, like)
+        return outputs
+
+    def _spilled(self, place: _Place, rows: int, like: Like) -> Any:
+        with normal_mode(False):
+            outputs = _fresh.acquire(place.spec, rows, like)
+            if self._debug is not None:
+                self._debug.fill_spilled(outputs)
         return outputs
 
     def _reentered(self, place: _Place, rows: int, like: Like) -> Any:
@@ -205,8 +213,7 @@ class OutputPool:
         self._former.acquires += 1
         self._former.misses += 1
         self._former.spills += 1
-        with normal_mode(False):
-            return _fresh.acquire(place.spec, rows, like)
+        return self._spilled(place, rows, like)
 
     def _serve(self, place: _Place, rows: int, site: str | None, notes: list[_Note]) -> Any:
         """Outputs from a slot of the lane; None for a spill. Under the lock. Commits last."""
@@ -216,23 +223,26 @@ class OutputPool:
         is_new_lane = lane is None
         if lane is None:
             lane = Lane(place.lane_key())
-        slot = lane.idle_slot(rows)
+        room = rows if self._debug is None else rows + self._debug.guard_rows
+        slot = lane.idle_slot(room)
         is_new_slot = slot is None
         if slot is None:
-            slot = self._free_slot(place, rows)
+            slot = self._free_slot(place, room)
         is_from_free = is_new_slot and slot is not None
         if slot is None and place.capture is None and len(lane.slots) >= self._max_slots:
             self._spill(lane, place, notes)
             return None
         if slot is None:
-            slot = self._new_slot(place, rows)
-        is_growing = rows > slot.capacity
+            slot = self._new_slot(place, room)
+        is_growing = room > slot.capacity
         try:
             if slot.readers and not _wait_for_readers(slot):
                 self._spill(lane, place, notes)
                 return None
+            if self._debug is not None and place.capture is None and not self._capturing(place.device):
+                self._debug.check(slot)
             if is_growing:
-                self._grow(slot, rows, place.capture is not None, notes)
+                self._grow(slot, room, place.capture is not None, notes)
             if place.capture is not None and all(pin.capture_id != place.capture for pin in slot.pins):
                 slot.pins.append(Pin(place.capture, place.graph))
             outputs = slot.handout.take(rows)
@@ -258,6 +268,8 @@ class OutputPool:
         lane.misses += is_growing or (is_new_slot and not is_from_free)
         lane.grows += is_growing
         lane.peak_mapped_bytes = max(lane.peak_mapped_bytes, lane.mapped_bytes)
+        if self._debug is not None:
+            self._debug.fill(slot, is_capture=place.capture is not None)
         return outputs
 
     def _spill(self, lane: Lane, place: _Place, notes: list[_Note]) -> None:
@@ -296,6 +308,8 @@ class OutputPool:
         device = _device_of(like) if isinstance(like, (str, torch.device)) else home_device(like)
         if rows == 0 or device.type == "meta":
             return
+        if self._debug is not None:
+            rows += self._debug.guard_rows
         self._check_usable(device)
         place = _Place(spec, device, self._shared)
 
@@ -333,8 +347,8 @@ class OutputPool:
     def shared_capture(self, name: str) -> Iterator[None]:
         """Let the graphs captured inside, by this thread, share one set of slots, as large as the largest needs.
 
-        For graphs that are replayed in turn, such as one for each batch size: a replay overwrites what the last one left, as
-        with graphs that share a memory pool of torch. Results that somebody still holds are not shared away: the next
+        For graphs that are replayed in turn, such as one for each batch size: a replay overwrites what the last one left,
+        as with graphs that share a memory pool of torch. Results that somebody still holds are not shared away: the next
         capture then takes another slot. The same name continues the same set as long as one of its graphs lives.
 
         Args:
@@ -808,7 +822,7 @@ class OutputPool:
 
     def _show_lanes(self) -> None:
         """Let the hit path see the eager lanes, or none."""
-        self._quick = {} if self._trace or self._is_asleep or self._is_closed else self._lanes
+        self._quick = {} if self._trace or self._debug or self._is_asleep or self._is_closed else self._lanes
 
     def _check_open(self) -> None:
         if self._is_closed:

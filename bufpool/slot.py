@@ -43,6 +43,7 @@ class Slot:
         "asleep_bytes",
         "device",
         "granted_bytes",
+        "guard",
         "handout",
         "is_clean",
         "is_short",
@@ -65,6 +66,8 @@ class Slot:
         self.is_clean = True
         """Whether all work on its memory is known to be done, or ordered before the lane's stream."""
         self.site: str | None = None
+        self.guard: Any = None
+        """What ``debug`` left behind the rows of the last hand-out; None after the memory changed."""
         self.mapped_bytes = 0
         self.asleep_bytes: list[int] | None = None
         self.process_id = os.getpid()
@@ -264,6 +267,7 @@ class Slot:
         self.asleep_bytes = None
 
     def _settle(self) -> None:
+        self.guard = None
         self.mapped_bytes = sum(arena.mapped_bytes for arena in self.arenas)
         self.handout.capacity = min(
             arena.mapped_bytes // row_bytes for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True)

@@ -7,7 +7,7 @@ its place, at a higher cost. Looking a name up starts nothing: no CUDA context i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ __all__ = [
     "raw_stream",
     "to_dlpack",
     "tracing_mode",
+    "without_modes",
 ]
 
 
@@ -60,6 +61,17 @@ to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
 
 normal_mode: Callable[[bool], Any] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 """``with normal_mode(False):`` tensors made inside are no inference tensors."""
+
+_no_dispatch: Callable[[], Any] = getattr(torch._C, "_DisableTorchDispatch", contextlib.nullcontext)
+_no_function: Callable[[], Any] = getattr(torch._C, "DisableTorchFunction", contextlib.nullcontext)
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Operations inside are seen by no dispatch mode and no torch-function mode: no user code runs."""
+    with _no_function(), _no_dispatch():
+        yield
+
 
 is_inference: Callable[[], bool] = torch.is_inference_mode_enabled
 
