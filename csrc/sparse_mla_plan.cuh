@@ -27,6 +27,11 @@ constexpr int SM_REGISTERS = 65536;
 static_assert(GROUP_THREADS * (SCORER_REGISTERS + ACCUMULATORS * ACCUMULATOR_REGISTERS + LOADER_REGISTERS) <= SM_REGISTERS,
               "roles: more registers than an SM has");
 
+// Lanes of a warp that arrive at a barrier. One; with 32 the race checker of compute-sanitizer, which does not see that a
+// converged warp needs no instruction to synchronise, can follow what is handed over.
+constexpr u32 ARRIVING_LANES = BUFPOOL_ARRIVING_LANES;
+constexpr u32 GROUP_ARRIVALS = GROUP_WARPS * ARRIVING_LANES;
+
 constexpr int STAGES = 4;  // blocks between the loader's gather and the accumulators' last read
 
 // P = 2^(s - reference). The reference trails the running maximum: it is raised to (maximum - HEADROOM_LOG2) only when
@@ -108,9 +113,11 @@ struct Params {
     u32 kv_row_bytes;          // from one token to the next
     int s_kv;
     int h_q;
-    int head_groups;  // h_q / 64, rounded up
-    int items;        // s_q * head_groups
-    int reserved;     // the struct ends at a multiple of 8 bytes
+    int head_groups;       // h_q / 64, rounded up
+    int items;             // s_q * head_groups
+    int queries_per_turn;  // CTAs / head_groups: from an item of a CTA to its next
+    int heads_per_turn;    // CTAs % head_groups * 64
+    int reserved;          // the struct ends at a multiple of 8 bytes
 };
 
 }  // namespace sparse_mla

@@ -47,10 +47,10 @@ __device__ __forceinline__ void wait(const u64& barrier, u32 phase) {
     }
 }
 
-// Arrive once for the warp, after all its lanes.
+// Arrive for the warp, after all its lanes.
 __device__ __forceinline__ void arrive(const u64& barrier, u32 lane) {
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(shared_address(&barrier));
+    if (lane < ARRIVING_LANES) ptx::mbarrier_arrive(shared_address(&barrier));
 }
 
 template <int N>
@@ -73,21 +73,36 @@ __device__ __forceinline__ float kv_scale_of(const Params& params) {
     return params.kv_scale_at ? __ldg(params.kv_scale_at) : params.kv_scale;
 }
 
-// One item of the CTA.
+// One item of the CTA. Items are numbered by query, then by head group.
 struct Item {
     int index;
     int query;
     int first_head;
     int length;  // places of the query that may be valid
 
-    __device__ __forceinline__ Item(const Params& params, int index) : index(index) {
-        query = static_cast<u32>(index) / static_cast<u32>(params.head_groups);
+    __device__ __forceinline__ explicit Item(const Params& params) : index(blockIdx.x) {
+        query = index / params.head_groups;
         first_head = (index - query * params.head_groups) * HEADS;
+        read_length(params);
+    }
+
+    // Go to the CTA's next item: gridDim.x items on.
+    __device__ __forceinline__ void advance(const Params& params) {
+        index += gridDim.x;
+        query += params.queries_per_turn;
+        first_head += params.heads_per_turn;
+        if (first_head >= params.head_groups * HEADS) {
+            first_head -= params.head_groups * HEADS;
+            ++query;
+        }
+        read_length(params);
+    }
+
+    __device__ __forceinline__ void read_length(const Params& params) {
         length = params.topk;
         if (params.topk_length && is_active(params)) length = min(max(__ldg(params.topk_length + query), 0), params.topk);
     }
 
-    __device__ __forceinline__ Item next(const Params& params) const { return Item(params, index + gridDim.x); }
     __device__ __forceinline__ bool is_active(const Params& params) const { return index < params.items; }
 
     // Blocks of the item; one without places still takes one empty block.
@@ -195,7 +210,7 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
     u32 destination = __shfl_sync(~0u, shared_address(shared.keys) + copy.wide_offset, lane);
 
     Pipeline pipeline;
-    Item item(params, blockIdx.x);
+    Item item(params);
     const int my_place = 16 * warp + lane % 16;
     int places_left = item.length;
     const int* indices = params.indices + item.query * params.indices_row_elements;
@@ -214,7 +229,7 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
         const int token = static_cast<u32>(index) < static_cast<u32>(params.s_kv) ? index : -1;
         is_new = places_left <= BLOCK_TOKENS;
         if (is_new) {
-            item = item.next(params);
+            item.advance(params);
             places_left = item.is_active(params) ? item.length : 0;
             indices = params.indices + item.query * params.indices_row_elements;
         } else {
@@ -406,7 +421,7 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
     u64 wide = first_wide, tail = first_tail;
     u32 unreleased = STAGES;  // stage of the P that waits for the next QK; STAGES for none
     bool is_key_there = false;
-    for (Item item(params, blockIdx.x); item.is_active(params); item = item.next(params), ++turn) {
+    for (Item item(params); item.is_active(params); item.advance(params), ++turn) {
         int blocks_left = item.blocks();
 
         // Take Q into registers; a negative scale flips its signs, so that the maximum is a maximum.
@@ -515,7 +530,9 @@ __device__ __forceinline__ void make_fragment(u32 (&fragment)[4], const u32 (&ra
     hold(fragment);
 }
 
-// Write the item's out: 4 bytes (columns 2r, 2r + 1) of a head's row per store, 32 bytes of four rows per warp.
+// Write the item's out: 4 bytes (columns 2r, 2r + 1) of a head's row per store, 32 bytes of four rows per warp. A full
+// item has 64 heads inside h_q.
+template <bool IS_FULL>
 __device__ __forceinline__ void store_output(const Params& params, const float (&output)[M_TILES][32], const Item& item) {
     const u32 thread = ptx::tid_x() - FIRST_ACCUMULATOR * GROUP_THREADS;
     const u32 warp = thread / WARP_THREADS, pair = thread % 4, column = warp * 64 + thread % WARP_THREADS / 4 * 2;
@@ -525,7 +542,7 @@ __device__ __forceinline__ void store_output(const Params& params, const float (
     for (int i = 0; i < 8; ++i)
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-            if (8 * i + j < heads) {
+            if (IS_FULL || 8 * i + j < heads) {
 #pragma unroll
                 for (int m = 0; m < M_TILES; ++m)
                     __stcs(reinterpret_cast<u32*>(out + (8 * i + j) * D_V + 16 * m),
@@ -568,7 +585,7 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
     float output[M_TILES][32];
     u32 fragment[FRAGMENTS][4], raw[4];
     Pipeline pipeline;
-    for (Item item(params, blockIdx.x); item.is_active(params); item = item.next(params)) {
+    for (Item item(params); item.is_active(params); item.advance(params)) {
         int blocks_left = item.blocks();
         bool is_first = true;
 #pragma unroll
@@ -608,7 +625,10 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
             scale_pair(output, i, reinterpret_cast<const float2*>(shared.scale[pipeline.stage])[4 * i + pair]);
         arrive(shared.stage_empty[pipeline.stage], ptx::tid_x() % WARP_THREADS);
         pipeline.advance();
-        store_output(params, output, item);
+        if (item.first_head + HEADS <= params.h_q)
+            store_output<true>(params, output, item);
+        else
+            store_output<false>(params, output, item);
     }
 }
 
@@ -618,12 +638,12 @@ template <int D_QK>
 __device__ __forceinline__ void set_up_barriers(SharedPlan<D_QK>& shared) {
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(shared_address(&shared.query_full), GROUP_THREADS);
-        ptx::mbarrier_init(shared_address(&shared.query_empty), GROUP_WARPS);
+        ptx::mbarrier_init(shared_address(&shared.query_empty), GROUP_ARRIVALS);
         for (int stage = 0; stage < STAGES; ++stage) {
             ptx::mbarrier_init(shared_address(&shared.key_full[stage]), GROUP_THREADS + GROUP_WARPS);
-            ptx::mbarrier_init(shared_address(&shared.factor_full[stage]), GROUP_WARPS);
-            ptx::mbarrier_init(shared_address(&shared.p_full[stage]), GROUP_WARPS);
-            ptx::mbarrier_init(shared_address(&shared.stage_empty[stage]), ACCUMULATORS * GROUP_WARPS);
+            ptx::mbarrier_init(shared_address(&shared.factor_full[stage]), GROUP_ARRIVALS);
+            ptx::mbarrier_init(shared_address(&shared.p_full[stage]), GROUP_ARRIVALS);
+            ptx::mbarrier_init(shared_address(&shared.stage_empty[stage]), ACCUMULATORS * GROUP_ARRIVALS);
         }
         ptx::fence_mbarrier_init();
     }

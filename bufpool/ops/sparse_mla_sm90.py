@@ -46,7 +46,11 @@ VARIANTS: dict[int, Source] = {
         name=f"sparse_mla_prefill_d{d_qk}",
         file="sparse_mla_prefill.cu",
         entry="sparse_mla_prefill",
-        defines=(("BUFPOOL_D_QK", str(d_qk)), ("BUFPOOL_SHARED_BYTES", str(_shared_bytes(d_qk)))),
+        defines=(
+            ("BUFPOOL_D_QK", str(d_qk)),
+            ("BUFPOOL_SHARED_BYTES", str(_shared_bytes(d_qk))),
+            ("BUFPOOL_ARRIVING_LANES", "1"),
+        ),
         threads=512,
         shared_bytes=_shared_bytes(d_qk),
     )
@@ -55,7 +59,7 @@ VARIANTS: dict[int, Source] = {
 
 # Params of csrc/sparse_mla_plan.cuh: what changes from call to call, then what the shape fixes.
 _CHANGING = struct.Struct("<10Q3fi")
-_FIXED = struct.Struct("<3qI5i")
+_FIXED = struct.Struct("<3qI7i")
 _PARAMS_BYTES = _CHANGING.size + _FIXED.size
 _pack_changing = _CHANGING.pack_into
 
@@ -197,9 +201,9 @@ def _plan(
         raise OutputMismatchError(f"kv: expected a row stride below 2^32 bytes, got {kv_row}")
     head_groups = -(-h_q // HEADS)
     items = s_q * head_groups
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    ctas = min(items, torch.cuda.get_device_properties(device).multi_processor_count)
     with torch.cuda.device(device):
-        plan = Launch(load_kernel(VARIANTS[d_qk], ARCH), device, min(items, sms), _PARAMS_BYTES)
+        plan = Launch(load_kernel(VARIANTS[d_qk], ARCH), device, ctas, _PARAMS_BYTES)
     _FIXED.pack_into(
         plan.params,
         _CHANGING.size,
@@ -211,6 +215,8 @@ def _plan(
         h_q,
         head_groups,
         items,
+        ctas // head_groups,
+        ctas % head_groups * HEADS,
         0,
     )
     return plan
