@@ -317,9 +317,6 @@ def test_tree_keeps_the_rule(rule: Callable[[Path], list[str]]) -> None:
 def test_rules_see_the_tree() -> None:
     names = {name for name, _, _ in modules(ROOT)}
     assert {"bufpool", "spec", "pool", "jit.compiler", "ops.sparse_mla", "cli.run", "__main__"} <= names
-    named = {entry for layer in LAYERS for entry in layer}
-    gone = {entry for entry in named if entry not in names}
-    assert not gone, "LAYERS names modules that do not exist"
     seen = {target for name, path, tree in modules(ROOT) for _, target in imports(name, path, tree)}
     assert {"cuda.bindings.driver", "bufpool.spec.OutputSpec", "torch"} <= seen
     assert "asm volatile" in (ROOT / "csrc" / "ptx.cuh").read_text()
