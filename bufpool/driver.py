@@ -8,13 +8,15 @@ Driver behaviour this relies on (CUDA 13.0, driver 580, H200):
   called after ``capturing_stream`` found none.
 * Asking a stream for its capture state is legal at any time from any thread. A destroyed stream's handle must not be
   passed to any call: the process ends with a segmentation fault.
-* An event query or a stream query from another thread breaks a capture in global mode. Neither is used here.
+* An event query or a stream query breaks captures in global mode, unless the asking thread is in relaxed mode. Streams
+  are queried in that mode only, and never a stream that captures.
+* A new thread has no current context; calls about the per-thread default stream need one.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, Protocol
 
@@ -32,6 +34,8 @@ __all__ = [
     "driver_version",
     "is_available",
     "is_capturing",
+    "is_idle",
+    "is_stream_idle",
     "retain_in_graph",
     "supports_virtual_memory",
     "synchronize",
@@ -212,14 +216,38 @@ def synchronize(index: int) -> None:
     torch.cuda.synchronize(index)
 
 
-def capture_of(stream: int) -> tuple[int, Any] | None:
-    """Id and graph of the capture that ``stream`` (a raw handle) takes part in; None if it does not capture.
+_contexts: dict[int, Any] = {}
+
+
+@contextlib.contextmanager
+def _current_context(index: int) -> Iterator[None]:
+    """Make the context that torch uses on a device current in this thread, and the former one afterwards."""
+    driver = _bindings()
+    context = _contexts.get(index)
+    if context is None:
+        device = _check("cuDeviceGet", driver.cuDeviceGet(index))
+        context = _check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(device))
+        context = _contexts.setdefault(index, context)
+    _check("cuCtxPushCurrent", driver.cuCtxPushCurrent(context))
+    try:
+        yield
+    finally:
+        _check("cuCtxPopCurrent", driver.cuCtxPopCurrent())
+
+
+def capture_of(index: int, stream: int) -> tuple[int, Any] | None:
+    """Id and graph of the capture that a stream takes part in; None if it does not capture.
+
+    Args:
+        index: the stream's device.
+        stream: its raw handle, not the legacy default stream.
 
     Raises:
         DriverError: the capture was broken by an earlier error.
     """
     driver = _bindings()
-    result = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
+    with _current_context(index):
+        result = driver.cuStreamGetCaptureInfo(driver.CUstream(stream))
     found = _check("cuStreamGetCaptureInfo", result)
     if found[0] == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
         return None
@@ -259,10 +287,50 @@ def capturing_stream(index: int, known: Iterable[int] = ()) -> int | None:
     Asked are the streams that torch hands out and those of ``known``. A capture on a stream of another library that the
     caller does not know cannot be seen.
     """
-    for stream in {*known, *_streams_of_torch(index)} - {0}:
-        if is_capturing(stream):
-            return stream
+    with _current_context(index):
+        for stream in {*known, *_streams_of_torch(index)} - {0}:
+            if is_capturing(stream):
+                return stream
     return None
+
+
+@contextlib.contextmanager
+def _relaxed() -> Iterator[None]:
+    """Let this thread ask streams while others, or it itself, capture; the captures stay as they are."""
+    driver = _bindings()
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    former = _check("cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode(mode))
+    try:
+        yield
+    finally:
+        _check("cuThreadExchangeStreamCaptureMode", driver.cuThreadExchangeStreamCaptureMode(former))
+
+
+def is_stream_idle(index: int, stream: int) -> bool:
+    """Whether all work of a stream (a raw handle) that does not capture is done. Waits for nothing, breaks no capture."""
+    driver = _bindings()
+    with _current_context(index), _relaxed():
+        return int(driver.cuStreamQuery(driver.CUstream(stream))[0]) == 0
+
+
+def is_idle(index: int, known: Iterable[int] = ()) -> bool:
+    """Whether all work of a device is done, as far as can be seen: on the default stream, those of torch, and ``known``.
+
+    Waits for nothing and breaks no capture. Streams that capture count as idle: what they ran before was ended by whoever
+    began the capture, as ``torch.cuda.graph`` does. While a stream that is not torch's captures, the answer is no: asking
+    the default stream could break that capture.
+    """
+    driver = _bindings()
+    ours = _streams_of_torch(index)
+    with _current_context(index), _relaxed():
+        if any(stream not in ours and is_capturing(stream) for stream in {*known} - {0}):
+            return False
+        for stream in sorted({0, *known, *ours}):
+            if stream != 0 and is_capturing(stream):
+                continue
+            if int(driver.cuStreamQuery(driver.CUstream(stream))[0]) != 0:
+                return False
+    return True
 
 
 def retain_in_graph(graph: Any, resource: int, destroy: int) -> None:

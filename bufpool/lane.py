@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +90,16 @@ class Lane:
                     return outputs
         return None
 
-    def idle_slot(self, rows: int) -> Slot | None:
+    def idle_slot(self, rows: int, is_ready: Callable[[Slot], bool]) -> Slot | None:
         """The slot to serve ``rows`` rows among those that nobody holds; None if all are held.
 
         The current one if it has room, else the smallest with room; else the largest, which has least to grow.
+
+        Args:
+            rows: rows asked for.
+            is_ready: whether a slot with declared readers can be waited for.
         """
-        idle = [slot for slot in self.slots if not slot.is_live()]
+        idle = [slot for slot in self.slots if not slot.is_live() and (not slot.readers or is_ready(slot))]
         if not idle:
             return None
         with_room = [slot for slot in idle if slot.capacity >= rows]

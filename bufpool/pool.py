@@ -149,15 +149,16 @@ class OutputPool:
             index = tensor.get_device()
             if index >= 0:
                 stream = raw_stream(index) if tensor.is_cuda else _PER_THREAD_STREAM
-                is_plain = stream == 0 or (
-                    stream != _PER_THREAD_STREAM and index == current_device() and not is_current_stream_capturing()
-                )
             else:
-                stream = 0
-                is_plain = tensor.is_cpu
-            if is_plain:
+                stream = 0 if tensor.is_cpu else _PER_THREAD_STREAM
+            key = (index, stream, spec.key)
+            # Only a stream that was used before can have a lane, so a forked child asks torch nothing about CUDA here.
+            if key in self._quick and (
+                stream == 0
+                or (stream != _PER_THREAD_STREAM and index == current_device() and not is_current_stream_capturing())
+            ):
                 with self._lock:
-                    lane = self._quick.get((index, stream, spec.key))
+                    lane = self._quick.get(key)
                     if lane is not None and rows > 0 and not self._busy:
                         if is_inference():
                             with normal_mode(False):
@@ -224,7 +225,7 @@ class OutputPool:
         if lane is None:
             lane = Lane(place.lane_key())
         room = rows if self._debug is None else rows + self._debug.guard_rows
-        slot = lane.idle_slot(room)
+        slot = lane.idle_slot(room, place.can_wait_for)
         is_new_slot = slot is None
         if slot is None:
             slot = self._free_slot(place, room)
@@ -236,9 +237,8 @@ class OutputPool:
             slot = self._new_slot(place, room)
         is_growing = room > slot.capacity
         try:
-            if slot.readers and not _wait_for_readers(slot):
-                self._spill(lane, place, notes)
-                return None
+            if slot.readers:
+                place.wait_for_readers(slot)
             if self._debug is not None and place.capture is None and not self._capturing(place.device):
                 self._debug.check(slot)
             if is_growing:
@@ -254,6 +254,8 @@ class OutputPool:
                 else:
                     self._discard(slot)
             raise
+        if place.capture is not None:
+            self._quick = {}  # the next eager call looks whether graphs are gone
         slot.site = site
         if is_new_lane:
             lanes[place.key] = lane
@@ -316,7 +318,7 @@ class OutputPool:
         def serve(notes: list[_Note]) -> bool:
             self._check_usable(place.device)
             lane = (self._lanes if place.capture is None else self._captures).get(place.key)
-            slot = lane.idle_slot(rows) if lane is not None else None
+            slot = lane.idle_slot(rows, place.can_wait_for) if lane is not None else None
             is_free = slot is None
             if slot is None:
                 slot = self._free_slot(place, rows)
@@ -459,16 +461,28 @@ class OutputPool:
             if slot.device == place.device and slot.spec == place.spec and not slot.is_live() and not slot.is_pinned()
         ]
         if any(not slot.is_clean for slot in fitting):
-            if place.capture is not None or self._capturing(place.device):
-                fitting = [slot for slot in fitting if slot.is_clean]
-            else:
-                _synchronize(place.device)
+            if self._has_come_to_rest(place):
                 for slot in fitting:
                     slot.is_clean = True
+            else:
+                fitting = [slot for slot in fitting if slot.is_clean]
         with_room = [slot for slot in fitting if slot.capacity >= rows]
         if with_room:
             return min(with_room, key=lambda slot: slot.capacity)
         return max(fitting, key=lambda slot: slot.capacity, default=None)
+
+    def _has_come_to_rest(self, place: _Place) -> bool:
+        """Whether all work of the device is done: waited for, unless something captures."""
+        if place.device.type != "cuda" or not driver.is_available():
+            _synchronize(place.device)
+            return True
+        known = self._known_streams(place.device) | ({place.stream} if place.capture is not None else set())
+        if driver.is_idle(place.device.index, known):
+            return True
+        if place.capture is not None or driver.capturing_stream(place.device.index, known) is not None:
+            return False
+        _synchronize(place.device)
+        return True
 
     def _discard(self, slot: Slot) -> None:
         self._slots.remove(slot)
@@ -566,9 +580,7 @@ class OutputPool:
         self._former.add(lanes.pop(key))
 
     def _collect(self, is_capture: bool) -> None:
-        """Take back slots of graphs that are gone, and memory of pools that are gone. Not inside a capture."""
-        if is_capture:
-            return
+        """Take back slots of graphs that are gone, and, outside captures, memory of pools that are gone."""
         for key, lane in list(self._captures.items()):
             for slot in [slot for slot in lane.slots if not slot.is_pinned() and not slot.is_live()]:
                 lane.slots.remove(slot)
@@ -578,8 +590,10 @@ class OutputPool:
                 self._free.append(slot)
             if not lane.slots:
                 self._forget(self._captures, key)
-        if _retired:
-            _release_retired()
+        if not is_capture:
+            self._show_lanes()
+            if _retired:
+                _release_retired()
 
     def trim(self) -> int:
         """Give back memory above the rows in use; addresses stay. Returns bytes given back.
@@ -861,8 +875,11 @@ class OutputPool:
         """Whether something captures on the device, as far as can be seen."""
         if device.type != "cuda" or not driver.is_available():
             return False
-        known = {lane.key.stream for lane in self._captures.values() if lane.key.device == device}
-        return driver.capturing_stream(device.index, known) is not None
+        return driver.capturing_stream(device.index, self._known_streams(device)) is not None
+
+    def _known_streams(self, device: torch.device) -> set[int]:
+        """Streams of captures that this pool met, without those that need a thread of their own."""
+        return {lane.key.stream for lane in self._captures.values() if lane.key.device == device and not lane.key.thread}
 
     def _refuse_capture(self, call: str) -> None:
         for device in {slot.device for slot in self._slots if self._is_ours(slot)}:
@@ -963,7 +980,7 @@ class _Place:
 
     def _find_capture(self) -> None:
         if driver.is_available():
-            found = driver.capture_of(self.stream)
+            found = driver.capture_of(self.device.index, self.stream)
             if found is not None:
                 self.capture, self.graph = found
             return
@@ -973,6 +990,41 @@ class _Place:
                     f"{self.device}: expected cuda.bindings for a call inside a capture, got none"
                     f" ({driver.unavailable_reason()})"
                 )
+
+    def can_wait_for(self, slot: Slot) -> bool:
+        """Whether this place can be ordered after the declared readers of a slot.
+
+        An eager one after readers that do not capture; one in a capture after readers in the same capture, and after
+        readers whose work is done already.
+        """
+        for reader in slot.readers:
+            stream = reader.cuda_stream
+            is_capturing = stream != 0 and driver.is_available() and driver.is_capturing(stream)
+            if self.capture is None:
+                if is_capturing:
+                    return False
+            elif is_capturing:
+                if not self._is_branch(stream):
+                    return False
+            elif not driver.is_stream_idle(self.device.index, stream):
+                return False
+        return True
+
+    def _is_branch(self, stream: int) -> bool:
+        """Whether a stream that captures takes part in the same capture."""
+        found = driver.capture_of(self.device.index, stream)
+        return found is not None and found[0] == self.capture
+
+    def wait_for_readers(self, slot: Slot) -> None:
+        """Let the current stream wait for all that the readers of an idle slot have queued."""
+        current = torch.cuda.current_stream(slot.device)
+        for reader in slot.readers:
+            if self.capture is not None and not (reader.cuda_stream != 0 and driver.is_capturing(reader.cuda_stream)):
+                continue  # done already: can_wait_for() asked
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(reader)
+            current.wait_event(event)
+        slot.readers = []
 
     def lane_key(self) -> LaneKey:
         return LaneKey(self.device, self.stream, self.thread, self.capture, self.shared, self.spec)
@@ -1044,22 +1096,6 @@ def _device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return host_memory.physical_bytes() if device.type == "cpu" else 0
-
-
-def _wait_for_readers(slot: Slot) -> bool:
-    """Let the current stream wait for all that the readers of an idle slot have queued; False if one of them captures."""
-    if any(
-        reader.cuda_stream != 0 and driver.is_available() and driver.is_capturing(reader.cuda_stream)
-        for reader in slot.readers
-    ):
-        return False
-    current = torch.cuda.current_stream(slot.device)
-    for reader in slot.readers:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(reader)
-        current.wait_event(event)
-    slot.readers = []
-    return True
 
 
 # Pools that are gone, and forks

@@ -173,7 +173,7 @@ def test_random_row_counts_are_bit_equal_to_fresh_tensors(pool, spec, q):
     for seed in torch.randint(0, 2**31, (200,), generator=generator).tolist():
         for mine, other in zip(run(pool, seed), run(fresh, seed), strict=True):
             assert torch.equal(mine, other)
-    assert pool.stats().slots == 1
+    assert pool.stats().slots == 2  # the loop variable holds one result while the next is acquired
 
 
 def test_a_dlpack_export_keeps_the_memory(pool, spec, q):
