@@ -27,6 +27,7 @@ LAYERS = (
     ("slot",),
     ("lane", "stats", "debug"),
     ("pool",),
+    ("graphs",),
     ("bufpool",),
     ("jit.compiler",),
     ("jit.kernel",),
