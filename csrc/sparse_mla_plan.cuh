@@ -34,6 +34,11 @@ constexpr u32 GROUP_ARRIVALS = GROUP_WARPS * ARRIVING_LANES;
 
 constexpr int STAGES = 4;  // blocks between the loader's gather and the accumulators' last read
 
+// The epilogue of an accumulator warp goes through shared memory, eight heads of its 64 columns at a time. A row's 16
+// bytes of padding put the four heads that a store instruction writes into different banks.
+constexpr int STAGED_HEADS = 8;
+constexpr int STAGED_ROW_BYTES = 64 * 2 + 16;
+
 // P = 2^(s - reference). The reference trails the running maximum: it is raised to (maximum - HEADROOM_LOG2) only when
 // the maximum has risen by more than RISE_LOG2, so P stays below 2^(HEADROOM_LOG2 + RISE_LOG2) and within e4m3.
 constexpr float HEADROOM_LOG2 = 8.0f;
@@ -69,6 +74,7 @@ struct alignas(1024) SharedPlan {
     u8 keys[STAGES][STAGE_BYTES];
     u8 queries[STAGE_BYTES];
     u8 p[STAGES][HEADS * BLOCK_TOKENS];
+    u8 staging[ACCUMULATORS * GROUP_WARPS][2][STAGED_HEADS][STAGED_ROW_BYTES];
     float factor[STAGES][HEADS];     // 2^(old reference - new reference)
     float scale[STAGES][HEADS];      // kv_scale / denominator, of the item that block n ends
     u16 valid[STAGES][GROUP_WARPS];  // one bit for each place of the block that holds a row of kv

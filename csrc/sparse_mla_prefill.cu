@@ -530,24 +530,32 @@ __device__ __forceinline__ void make_fragment(u32 (&fragment)[4], const u32 (&ra
     hold(fragment);
 }
 
-// Write the item's out: 4 bytes (columns 2r, 2r + 1) of a head's row per store, 32 bytes of four rows per warp. A full
-// item has 64 heads inside h_q.
-template <bool IS_FULL>
-__device__ __forceinline__ void store_output(const Params& params, const float (&output)[M_TILES][32], const Item& item) {
-    const u32 thread = ptx::tid_x() - FIRST_ACCUMULATOR * GROUP_THREADS;
-    const u32 warp = thread / WARP_THREADS, pair = thread % 4, column = warp * 64 + thread % WARP_THREADS / 4 * 2;
-    const int heads = params.h_q - item.first_head - 2 * static_cast<int>(pair);
-    u16* out = params.out + (static_cast<i64>(item.query) * params.h_q + item.first_head + 2 * pair) * D_V + column;
+// Write the item's out, eight heads at a time: a warp turns its 64 columns of them over in shared memory, in two buffers
+// by turns, so that a store takes 128 bytes of four rows.
+__device__ __forceinline__ void store_output(const Params& params, u8 (&staging)[2][STAGED_HEADS][STAGED_ROW_BYTES],
+                                             const float (&output)[M_TILES][32], const Item& item) {
+    const u32 lane = ptx::tid_x() % WARP_THREADS, warp = ptx::tid_x() / WARP_THREADS - FIRST_ACCUMULATOR * GROUP_WARPS;
+    const int row = lane / 8, chunk = lane % 8;
+    const int heads = params.h_q - item.first_head - row;
+    u16* out = params.out + (static_cast<i64>(item.query) * params.h_q + item.first_head + row) * D_V + warp * 64 + chunk * 8;
+    const auto stage_heads = [&](int i) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+        for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-        for (int j = 0; j < 2; ++j)
-            if (IS_FULL || 8 * i + j < heads) {
+            for (int j = 0; j < 2; ++j)
+                *reinterpret_cast<u32*>(&staging[i % 2][lane % 4 * 2 + j][m * 32 + lane / 4 * 4]) =
+                    ptx::cvt_bf16x2(output[m][4 * i + j], output[m][4 * i + 2 + j]);
+    };
+    stage_heads(0);
 #pragma unroll
-                for (int m = 0; m < M_TILES; ++m)
-                    __stcs(reinterpret_cast<u32*>(out + (8 * i + j) * D_V + 16 * m),
-                           ptx::cvt_bf16x2(output[m][4 * i + j], output[m][4 * i + 2 + j]));
-            }
+    for (int i = 0; i < 8; ++i) {
+        __syncwarp();
+        const uint4 upper = *reinterpret_cast<const uint4*>(&staging[i % 2][row][chunk * 16]);
+        const uint4 lower = *reinterpret_cast<const uint4*>(&staging[i % 2][row + 4][chunk * 16]);
+        if (i + 1 < 8) stage_heads(i + 1);
+        if (8 * i < heads) __stcs(reinterpret_cast<uint4*>(out + 8 * i * D_V), upper);
+        if (8 * i + 4 < heads) __stcs(reinterpret_cast<uint4*>(out + (8 * i + 4) * D_V), lower);
+    }
 }
 
 // O^T += V^T P^T. `fragment` holds the first steps' V^T, `raw` the next one's.
@@ -625,10 +633,7 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
             scale_pair(output, i, reinterpret_cast<const float2*>(shared.scale[pipeline.stage])[4 * i + pair]);
         arrive(shared.stage_empty[pipeline.stage], ptx::tid_x() % WARP_THREADS);
         pipeline.advance();
-        if (item.first_head + HEADS <= params.h_q)
-            store_output<true>(params, output, item);
-        else
-            store_output<false>(params, output, item);
+        store_output(params, shared.staging[ptx::tid_x() / WARP_THREADS - FIRST_ACCUMULATOR * GROUP_WARPS], output, item);
     }
 }
 

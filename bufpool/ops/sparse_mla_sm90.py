@@ -37,8 +37,9 @@ def _shared_bytes(d_qk: int) -> int:
     """Size of ``SharedPlan<d_qk>``, which the kernel asserts against this figure."""
     rows = (_STAGES + 1) * 64 * d_qk
     per_stage = HEADS * 64 + 2 * 4 * HEADS + 4 * 2 + 4
+    staging = 8 * 2 * 8 * (64 * 2 + 16)
     barriers = 8 * (2 + 4 * _STAGES)
-    return -(-(rows + _STAGES * per_stage + barriers) // 1024) * 1024
+    return -(-(rows + _STAGES * per_stage + staging + barriers) // 1024) * 1024
 
 
 VARIANTS: dict[int, Source] = {
@@ -128,7 +129,7 @@ def launch(
         q_scale, kv_scale: a finite number, or a float32 tensor of one element on the device.
         attn_sink: [h_q] float32, contiguous.
         topk_length: [s_q] int32, contiguous.
-        out: [s_q, h_q, 512] bfloat16, contiguous, base address a multiple of 4 bytes.
+        out: [s_q, h_q, 512] bfloat16, contiguous, base address a multiple of 16 bytes.
         max_logits, lse: [s_q, h_q] float32, contiguous. Natural logarithm.
 
     All tensors are on one device. Strides of dimensions of size 1 do not count. s_q may be 0: nothing is launched. s_q
