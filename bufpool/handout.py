@@ -204,29 +204,35 @@ class PostHandout(Handout):
     def take(self, rows: int) -> Any:
         states = self._states
         # Claim with the first state. No call and no jump stands between asking and claiming, so that no finalizer of a
-        # garbage collection comes in between; whoever asks from here on finds the slot live.
+        # garbage collection comes in between; whoever asks from here on finds the slot live, with as many rows as the
+        # former outputs and these may need.
         if rows > self.capacity or states[0] == _LIVE:
             return None
         states[0] = _LIVE
+        former = self.rows
+        if rows > former:
+            self.rows = rows
         for state in self._others:
             if states[state] == _LIVE:
+                self.rows = former
                 states[0] = _IDLE
                 return None
-        if rows != self.rows:
-            self.rows = rows
-            if rows > self.high_water_rows:
-                self.high_water_rows = rows
-            dims = self._dims
-            for at in self._row_places:
-                dims[at] = rows
         tensors = []
         try:
+            if rows != former:
+                self.rows = rows
+                if rows > self.high_water_rows:
+                    self.high_water_rows = rows
+                dims = self._dims
+                for at in self._row_places:
+                    dims[at] = rows
             for capsule, name, state in self._places:
                 states[state] = _LIVE
                 name[0] = _NAME
                 tensors.append(from_dlpack(capsule))
         except BaseException:
             tensors.clear()  # their ends are posted; what is still marked live was never made
+            self.rows = 0  # the dims may be half written
             for _, _, state in self._places:
                 states[state] = _IDLE
             raise
@@ -301,16 +307,27 @@ class OwnerHandout(Handout):
             )
 
     def take(self, rows: int) -> Any:
-        if rows > self.capacity or self._is_taking or self.is_live():
+        if rows > self.capacity or self._is_taking:
             return None
+        # Claim, and only then look: the look makes calls, in which a collection may run a finalizer. It finds the slot
+        # live, with as many rows as the former outputs and these may need.
         self._is_taking = True
+        former = self.rows
+        if rows > former:
+            self.rows = rows
         try:
+            if any(owner() is not None for owner in self._owners):
+                self.rows = former
+                return None
             outputs, self._owners = self._make(rows)
+            self.rows = rows
+            self.high_water_rows = max(self.high_water_rows, rows)
+            return outputs
+        except BaseException:
+            self.rows = former
+            raise
         finally:
             self._is_taking = False
-        self.rows = rows
-        self.high_water_rows = max(self.high_water_rows, rows)
-        return outputs
 
     def _make(self, rows: int) -> tuple[Any, list[weakref.ref[Any]]]:
         spec = self._spec
