@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
 import weakref
 
@@ -640,6 +641,90 @@ def test_outputs_that_fail_half_way_leave_the_taker_free(taker, small, memory, e
     assert not taker.is_live()
     assert addresses(taker.take(3)) == memory[1]
     assert not taker.is_live()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_outputs_after_a_failure_have_the_rows_that_are_asked_for(taker, each_handout, monkeypatch, failing):
+    target, name = (handout, "from_dlpack") if each_handout == "post" else (torch, "frombuffer")
+    taker.take(5)
+    calls = []
+
+    def fails(*args, **options):
+        calls.append(args)
+        if len(calls) == failing:
+            raise MemoryError("injected")
+        return real(*args, **options)
+
+    real = getattr(target, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, fails)
+        with pytest.raises(MemoryError):
+            taker.take(3)
+    for rows in (5, 3, 5):
+        assert [len(tensor) for tensor in taker.take(rows)] == [rows, rows]
+
+
+@pytest.fixture
+def collect_inside_take():
+    """Runs a function at each collection that falls inside ``take``; the number chooses where it falls."""
+    former = gc.get_threshold()
+    callbacks = []
+
+    def start(number, act):
+        is_acting = False
+
+        def at_collection(phase, info):
+            nonlocal is_acting
+            frame = sys._getframe(1)
+            while frame is not None and not (
+                frame.f_code.co_name == "take" and frame.f_code.co_filename == handout.__file__
+            ):
+                frame = frame.f_back
+            if phase == "start" and frame is not None and not is_acting:
+                is_acting = True
+                act()
+                is_acting = False
+
+        gc.collect()
+        callbacks.append(at_collection)
+        gc.callbacks.append(at_collection)
+        gc.set_threshold(number, 1000, 1000)
+
+    def stop():
+        gc.set_threshold(*former)
+        while callbacks:
+            gc.callbacks.remove(callbacks.pop())
+
+    yield start, stop
+    stop()
+
+
+@pytest.mark.parametrize("number", range(1, 25))
+def test_a_collection_inside_take_finds_the_slot_claimed_with_enough_rows(taker, collect_inside_take, number):
+    start, stop = collect_inside_take
+    taker.take(2)
+    seen, inner = [], []
+
+    def act():
+        seen.append((taker.is_live(), taker.rows))
+        inner.append(taker.take(1))
+
+    start(number, act)
+    outer = taker.take(9)
+    stop()
+    assert outer.x.shape == (9, 4)
+    assert inner == [None] * len(seen)
+    assert all(is_live and rows >= 9 for is_live, rows in seen)
+    # And while only one of the outputs is held, the rows of that one count.
+    kept = outer.y
+    del outer
+    seen.clear()
+    start(number, act)
+    assert taker.take(1) is None
+    stop()
+    assert all(is_live and rows >= 9 for is_live, rows in seen)
+    assert taker.rows == 9
+    del kept
 
 
 def test_outputs_are_written_where_they_say(taker, memory):
