@@ -16,8 +16,8 @@
 //
 // V^T as operand A out of a K tile: ldmatrix.x4.trans over 32 tokens of one 16-byte chunk gives, in register m, tokens
 // 8m + 2c and 8m + 2c + 1 of columns 2r and 2r + 1; prmt 0x6420 and 0x7531 of registers (0, 1) and (2, 3) separate the
-// two columns. So fragment row r is column 2r, row r + 8 is column 2r + 1, and k slot 4c + j of each group of 16 tokens is token
-// 2c + j % 2 + 8 (j / 2): the order in which a thread holds its own scores, so P needs no exchange between threads.
+// two columns. So fragment row r is column 2r, row r + 8 is column 2r + 1, and k slot 4c + j of each group of 16 tokens
+// is token 2c + j % 2 + 8 (j / 2): the order in which a thread holds its own scores, so P needs no exchange.
 #pragma once
 
 #include "ptx.cuh"

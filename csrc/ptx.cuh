@@ -119,8 +119,8 @@ __device__ __forceinline__ void cp_async_16(u32 shared, const void* source, bool
         : "memory");
 }
 
-// Let the barrier count one arrival of this thread once its earlier cp.async have written. [cp.async.mbarrier.arrive] noinc:
-// the arrival is one of those the barrier was initialised with.
+// Let the barrier count one arrival of this thread once its earlier cp.async have written. [cp.async.mbarrier.arrive]
+// noinc: the arrival is one of those that the barrier was initialised with.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(u32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
@@ -219,16 +219,16 @@ __device__ __forceinline__ void hold(float& value) { asm volatile("" : "+f"(valu
 __device__ __forceinline__ void hold(u32& value) { asm volatile("" : "+r"(value)::"memory"); }
 __device__ __forceinline__ void hold(u64& value) { asm volatile("" : "+l"(value)::"memory"); }
 
-#define ACCUMULATOR_32                                                                                                   \
-    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                                            \
+#define ACCUMULATOR_32                                                        \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}"
-#define OPERANDS_32(constraint, d)                                                                                       \
-    constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3]), constraint(d[4]), constraint(d[5]),          \
-        constraint(d[6]), constraint(d[7]), constraint(d[8]), constraint(d[9]), constraint(d[10]), constraint(d[11]),    \
-        constraint(d[12]), constraint(d[13]), constraint(d[14]), constraint(d[15]), constraint(d[16]),                   \
-        constraint(d[17]), constraint(d[18]), constraint(d[19]), constraint(d[20]), constraint(d[21]),                   \
-        constraint(d[22]), constraint(d[23]), constraint(d[24]), constraint(d[25]), constraint(d[26]),                   \
-        constraint(d[27]), constraint(d[28]), constraint(d[29]), constraint(d[30]), constraint(d[31])
+#define OPERANDS_32(constraint, d)                                                                                        \
+    constraint(d[0]), constraint(d[1]), constraint(d[2]), constraint(d[3]), constraint(d[4]), constraint(d[5]),           \
+        constraint(d[6]), constraint(d[7]), constraint(d[8]), constraint(d[9]), constraint(d[10]), constraint(d[11]),     \
+        constraint(d[12]), constraint(d[13]), constraint(d[14]), constraint(d[15]), constraint(d[16]), constraint(d[17]), \
+        constraint(d[18]), constraint(d[19]), constraint(d[20]), constraint(d[21]), constraint(d[22]), constraint(d[23]), \
+        constraint(d[24]), constraint(d[25]), constraint(d[26]), constraint(d[27]), constraint(d[28]), constraint(d[29]), \
+        constraint(d[30]), constraint(d[31])
 
 // D = A B for 64 x 64 x 32 e4m3 with fp32 D; A from registers (fragment map: layout.cuh), B from shared memory by
 // descriptor, K-major. [wgmma.mma_async]

@@ -14,8 +14,8 @@ constexpr int BLOCK_TOKENS = 64;  // tokens of one block: the N of scores, the K
 constexpr int WARP_THREADS = 32;
 constexpr int GROUP_WARPS = 4;
 constexpr int GROUP_THREADS = GROUP_WARPS * WARP_THREADS;
-constexpr int SCORER = 0;              // warpgroup
-constexpr int FIRST_ACCUMULATOR = 1;   // warpgroups 1 and 2: each owns 256 columns of d_v
+constexpr int SCORER = 0;             // warpgroup
+constexpr int FIRST_ACCUMULATOR = 1;  // warpgroups 1 and 2: each owns 256 columns of d_v
 constexpr int ACCUMULATORS = 2;
 constexpr int LOADER = 3;
 constexpr int THREADS = 4 * GROUP_THREADS;
@@ -55,13 +55,14 @@ constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 //
 // n counts the blocks of a CTA, t its items. The stage of block n is n % 4, its phase n / 4; "warps" arrive by one lane.
 //
-// | barrier       | arrivals               | who arrives  | who waits    | meaning                                          |
-// | query_full    | 128 threads            | loader       | scorer       | Q of item t is in shared memory                  |
-// | query_empty   | 4 warps                | scorer       | loader       | Q of item t is in registers                      |
-// | key_full[n]   | 128 threads + 4 warps  | loader       | scorer       | K of block n and its valid places are there      |
-// | factor_full[n]| 4 warps                | scorer       | accumulators | factors and flags of block n are there           |
-// | p_full[n]     | 4 warps                | scorer       | accumulators | P of n may be used; the scale too if n ends an item |
-// | stage_empty[n]| 8 warps                | accumulators | loader       | PV of n done: all that has stage n % 4 is free   |
+// | barrier        | arrivals              | who arrives  | who waits    | meaning                                       |
+// |----------------|-----------------------|--------------|--------------|-----------------------------------------------|
+// | query_full     | 128 threads           | loader       | scorer       | Q of item t is in shared memory               |
+// | query_empty    | 4 warps               | scorer       | loader       | Q of item t is in registers                   |
+// | key_full[n]    | 128 threads + 4 warps | loader       | scorer       | K of block n and its valid places are there   |
+// | factor_full[n] | 4 warps               | scorer       | accumulators | factors and flags of block n are there        |
+// | p_full[n]      | 4 warps               | scorer       | accumulators | P of n may be used; if n ends an item, scale  |
+// | stage_empty[n] | 8 warps               | accumulators | loader       | PV of n done: all of stage n % 4 is free      |
 //
 // The *_full barriers start incomplete; the *_empty ones are first waited for with the parity of a completed phase.
 
@@ -99,30 +100,30 @@ static_assert(layout::Stage<576>::BYTES % 1024 == 0 && layout::Stage<512>::BYTES
 // then what the shape fixes.
 
 struct Params {
-    const u8* q;              // [s_q, h_q, d_qk] e4m3, rows 16-byte aligned
-    const u8* kv;             // [s_kv, d_qk] e4m3, rows 16-byte aligned
-    const int* indices;       // [s_q, topk]
-    const float* attn_sink;   // [h_q] or null
-    const int* topk_length;   // [s_q] or null
-    const float* q_scale_at;  // one element, or null: q_scale counts
-    const float* kv_scale_at; // one element, or null: kv_scale counts
-    u16* out;                 // [s_q, h_q, 512] bf16, contiguous
-    float* max_logits;        // [s_q, h_q], contiguous
-    float* lse;               // [s_q, h_q], contiguous
+    const u8* q;               // [s_q, h_q, d_qk] e4m3, rows 16-byte aligned
+    const u8* kv;              // [s_kv, d_qk] e4m3, rows 16-byte aligned
+    const int* indices;        // [s_q, topk]
+    const float* attn_sink;    // [h_q] or null
+    const int* topk_length;    // [s_q] or null
+    const float* q_scale_at;   // one element, or null: q_scale counts
+    const float* kv_scale_at;  // one element, or null: kv_scale counts
+    u16* out;                  // [s_q, h_q, 512] bf16, contiguous
+    float* max_logits;         // [s_q, h_q], contiguous
+    float* lse;                // [s_q, h_q], contiguous
     float sm_scale;
     float q_scale;
     float kv_scale;
-    int topk;
+    int items;                 // s_q * head_groups
     i64 q_row_bytes;           // from one query to the next
     i64 q_head_bytes;          // from one head to the next
     i64 indices_row_elements;  // from one query to the next
     u32 kv_row_bytes;          // from one token to the next
     int s_kv;
     int h_q;
-    int head_groups;       // h_q / 64, rounded up
-    int items;             // s_q * head_groups
-    int queries_per_turn;  // CTAs / head_groups: from an item of a CTA to its next
-    int heads_per_turn;    // CTAs % head_groups * 64
+    int head_groups;  // h_q / 64, rounded up
+    int topk;
+    int queries_per_turn;  // SMs / head_groups: from an item of a CTA to its next, where there is one
+    int heads_per_turn;    // SMs % head_groups * 64
     int reserved;          // the struct ends at a multiple of 8 bytes
 };
 

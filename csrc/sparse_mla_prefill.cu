@@ -10,10 +10,11 @@
 // Grid: min(items, SMs) CTAs of 512 threads, one per SM. An item is (query, 64 heads); CTA b does items b, b + grid, ...
 // A block is 64 places of an item; n counts the blocks of a CTA over all its items. Data go one way:
 //
-// | role        | warpgroups | registers | work per block                                                                |
-// | loader      | 3          | 32        | gather 64 rows of kv into a key stage; once an item, its Q                    |
-// | scorer      | 0          | 144       | S = Q K^T with Q in registers; maximum, reference, factors; P = 2^(s - reference) |
-// | accumulator | 1, 2       | 168       | O^T[256 of d_v, 64 heads] += V^T P^T, V^T fragments out of the key stage; epilogue |
+// | role        | warpgroups | registers | work per block                                                        |
+// |-------------|------------|-----------|-----------------------------------------------------------------------|
+// | loader      | 3          | 32        | gather 64 rows of kv into a key stage; once an item, its Q            |
+// | scorer      | 0          | 144       | S = Q K^T with Q in registers; maximum, factors; P = 2^(s - reference) |
+// | accumulator | 1, 2       | 168       | O^T[256 of d_v, 64 heads] += V^T P^T, V^T out of the key stage; out    |
 //
 //   loader        | gather n + 3 ............................. | gather n + 4 ......................
 //   scorer        | QK(n + 1) ........ | softmax(n + 1) ...... | QK(n + 2) ........ | softmax(n + 2) ...
@@ -146,7 +147,8 @@ constexpr u32 ODD_ROWS_FLIP = 4 * 16;
 
 // Copy the item's 64 heads of q into the query stage; heads beyond h_q become zeros.
 template <int D_QK>
-__device__ __forceinline__ void fetch_queries(const Params& params, const Item& item, u32 warp, const CopyLane& lane, u32 stage) {
+__device__ __forceinline__ void fetch_queries(const Params& params, const Item& item, u32 warp, const CopyLane& lane,
+                                              u32 stage) {
     using Stage = layout::Stage<D_QK>;
     const u8* query = params.q + item.query * params.q_row_bytes;
 #pragma unroll 1
@@ -156,15 +158,14 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Item& 
         const u32 to = stage + ((lane.wide_offset + i * 4 * layout::WIDE_COLUMNS) ^ (i & 1 ? ODD_ROWS_FLIP : 0));
 #pragma unroll
         for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
-            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS,
-                             head >= params.h_q);
+            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, head >= params.h_q);
     }
     if constexpr (Stage::HAS_TAIL) {
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {
             const int head = item.first_head + 16 * warp + 8 * i + lane.tail_row;
-            const u8* source = query + min(head, params.h_q - 1) * params.q_head_bytes + (D_QK - layout::TAIL_COLUMNS) +
-                               lane.tail_column;
+            const u8* source =
+                query + min(head, params.h_q - 1) * params.q_head_bytes + (D_QK - layout::TAIL_COLUMNS) + lane.tail_column;
             ptx::cp_async_16(stage + Stage::TAIL_OFFSET + lane.tail_offset + i * 8 * layout::TAIL_COLUMNS, source,
                              head >= params.h_q);
         }
@@ -174,7 +175,8 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Item& 
 // Copy the warp's 16 rows of kv into a key stage. `token` is the row of place 16w + lane % 16, below 0 for none;
 // `destination` the stage's address plus lane.wide_offset, in a register of its own (see ptx::cp_async_16).
 template <int D_QK>
-__device__ __forceinline__ void gather_keys(const Params& params, int token, const CopyLane& lane, u32 destination, u64 policy) {
+__device__ __forceinline__ void gather_keys(const Params& params, int token, const CopyLane& lane, u32 destination,
+                                            u64 policy) {
     using Stage = layout::Stage<D_QK>;
     const u32 flip = (destination ^ ODD_ROWS_FLIP) - destination;
 #pragma unroll
@@ -206,7 +208,7 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
     const u32 warp = __shfl_sync(~0u, thread / WARP_THREADS, 0);
     const CopyLane copy(warp, lane);
     const u64 policy = ptx::createpolicy_evict_last();
-    // The shuffle makes the address opaque: ptxas must not split it into a per-thread and a uniform part (ptx::cp_async_16).
+    // The shuffle makes the address opaque: ptxas must not split it in a per-thread and a uniform part (ptx::cp_async_16).
     u32 destination = __shfl_sync(~0u, shared_address(shared.keys) + copy.wide_offset, lane);
 
     Pipeline pipeline;
@@ -258,7 +260,8 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
 
 // Load Q as wgmma's operand A: the warp's 16 heads, all of d_qk.
 template <int D_QK>
-__device__ __forceinline__ void load_queries(u32 (&queries)[layout::Stage<D_QK>::K_STEPS][4], u32 stage, u32 warp, u32 lane) {
+__device__ __forceinline__ void load_queries(u32 (&queries)[layout::Stage<D_QK>::K_STEPS][4], u32 stage, u32 warp,
+                                             u32 lane) {
     using Stage = layout::Stage<D_QK>;
     const u32 row = 16 * warp + lane % 16, half = lane / 16;
     const u32 wide = stage + layout::wide_offset(row, half);
@@ -266,7 +269,8 @@ __device__ __forceinline__ void load_queries(u32 (&queries)[layout::Stage<D_QK>:
 #pragma unroll
     for (int step = 0; step < Stage::K_STEPS; ++step) {
         if (step < Stage::WIDE_K_STEPS)
-            ptx::ldmatrix_x4(queries[step], (wide ^ (step % 4 * layout::K_STEP_BYTES)) + step / 4 * layout::WIDE_TILE_BYTES);
+            ptx::ldmatrix_x4(queries[step],
+                             (wide ^ (step % 4 * layout::K_STEP_BYTES)) + step / 4 * layout::WIDE_TILE_BYTES);
         else
             ptx::ldmatrix_x4(queries[step], tail ^ ((step - Stage::WIDE_K_STEPS) * layout::K_STEP_BYTES));
     }
@@ -277,8 +281,8 @@ __device__ __forceinline__ void load_queries(u32 (&queries)[layout::Stage<D_QK>:
 // Issue S = Q K^T: 64 heads x 64 tokens. Row r of a thread's fragment is head 16w + l / 4 + 8 r. `wide` and `tail` are
 // the descriptors of the key stage.
 template <int D_QK>
-__device__ __forceinline__ void start_scores(float (&scores)[32], const u32 (&queries)[layout::Stage<D_QK>::K_STEPS][4], u64 wide,
-                                             u64 tail) {
+__device__ __forceinline__ void start_scores(float (&scores)[32], const u32 (&queries)[layout::Stage<D_QK>::K_STEPS][4],
+                                             u64 wide, u64 tail) {
     using Stage = layout::Stage<D_QK>;
     ptx::wgmma_fence();
     ptx::wgmma_overwrite(scores, queries[0], wide);
@@ -326,8 +330,8 @@ struct Rows {
 
 // Raise the references that fell behind, and publish factors and flags of the block.
 template <int D_QK>
-__device__ __forceinline__ void raise_references(SharedPlan<D_QK>& shared, Rows& rows, const float (&maxima_log2)[2], u32 stage,
-                                                 u32 warp, u32 lane) {
+__device__ __forceinline__ void raise_references(SharedPlan<D_QK>& shared, Rows& rows, const float (&maxima_log2)[2],
+                                                 u32 stage, u32 warp, u32 lane) {
     u32 raised = 0;
     float factor[2];
 #pragma unroll
@@ -359,7 +363,8 @@ __device__ __forceinline__ void write_p(const float (&scores)[32], Rows& rows, f
             float p[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j)
-                p[j] = ptx::ex2(fmaf(scores[8 * tokens16 + j / 2 * 4 + 2 * r + j % 2], scale_log2, -rows.reference_log2[r]));
+                p[j] =
+                    ptx::ex2(fmaf(scores[8 * tokens16 + j / 2 * 4 + 2 * r + j % 2], scale_log2, -rows.reference_log2[r]));
             sum[r] += (p[0] + p[1]) + (p[2] + p[3]);
             packed[2 * tokens16 + r] = ptx::pack_b16x2(ptx::cvt_e4m3x2(p[0], p[1]), ptx::cvt_e4m3x2(p[2], p[3]));
         }
@@ -371,8 +376,8 @@ __device__ __forceinline__ void write_p(const float (&scores)[32], Rows& rows, f
 
 // Write max_logits and lse of the item, and the scale of its out for the accumulators.
 template <int D_QK>
-__device__ __forceinline__ void finish_item(const Params& params, SharedPlan<D_QK>& shared, Rows& rows, const Item& item, u32 stage,
-                                            u32 warp, u32 lane) {
+__device__ __forceinline__ void finish_item(const Params& params, SharedPlan<D_QK>& shared, Rows& rows, const Item& item,
+                                            u32 stage, u32 warp, u32 lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 1);
@@ -537,7 +542,8 @@ __device__ __forceinline__ void store_output(const Params& params, u8 (&staging)
     const u32 lane = ptx::tid_x() % WARP_THREADS, warp = ptx::tid_x() / WARP_THREADS - FIRST_ACCUMULATOR * GROUP_WARPS;
     const int row = lane / 8, chunk = lane % 8;
     const int heads = params.h_q - item.first_head - row;
-    u16* out = params.out + (static_cast<i64>(item.query) * params.h_q + item.first_head + row) * D_V + warp * 64 + chunk * 8;
+    u16* out =
+        params.out + (static_cast<i64>(item.query) * params.h_q + item.first_head + row) * D_V + warp * 64 + chunk * 8;
     const auto stage_heads = [&](int i) {
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
@@ -586,7 +592,8 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
     ptx::setmaxnreg_inc<ACCUMULATOR_REGISTERS>();
     const u32 thread = threadIdx.x - FIRST_ACCUMULATOR * GROUP_THREADS, lane = thread % WARP_THREADS;
     const u32 warp = __shfl_sync(~0u, thread / WARP_THREADS, 0);  // of 8: columns 64 warp to 64 warp + 63
-    const u32 first_values = shared_address(shared.keys) + warp / 2 * layout::WIDE_TILE_BYTES + layout::wide_offset(lane, warp % 2 * 4);
+    const u32 first_values =
+        shared_address(shared.keys) + warp / 2 * layout::WIDE_TILE_BYTES + layout::wide_offset(lane, warp % 2 * 4);
 
     const u64 first_p = layout::descriptor(shared_address(shared.p), layout::SWIZZLE_64_BYTES);
 

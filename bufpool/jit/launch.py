@@ -40,7 +40,6 @@ class Launch:
     Args:
         kernel: the kernel; its source says threads and shared memory of a CTA.
         device_index: the device it will run on; that device's context is current at every call.
-        grid: CTAs, >= 1.
         params_bytes: size of the kernel's parameter struct.
 
     Attributes:
@@ -49,22 +48,23 @@ class Launch:
 
     __slots__ = ("_call", "_config", "_config_ref", "_handle", "_pointers", "params")
 
-    def __init__(self, kernel: Kernel, device_index: int, grid: int, params_bytes: int) -> None:
+    def __init__(self, kernel: Kernel, device_index: int, params_bytes: int) -> None:
         kernel.make_ready(device_index)
         source = kernel.binary.source
         self.params = ctypes.create_string_buffer(params_bytes)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.params))
-        self._config = _LaunchConfig(grid, 1, 1, source.threads, 1, 1, source.shared_bytes, None, None, 0)
+        self._config = _LaunchConfig(1, 1, 1, source.threads, 1, 1, source.shared_bytes, None, None, 0)
         self._config_ref = ctypes.byref(self._config)
         self._handle = kernel.handle
         self._call: Any = driver().cuLaunchKernelEx
 
-    def __call__(self, stream: int) -> None:
-        """Launch on the raw stream ``stream``.
+    def __call__(self, grid: int, stream: int) -> None:
+        """Launch ``grid`` CTAs on the raw stream ``stream``.
 
         Raises:
             DriverError: the driver refused.
         """
+        self._config.grid_x = grid
         self._config.stream = stream
         code = self._call(self._config_ref, self._handle, self._pointers, None)
         if code:

@@ -69,7 +69,7 @@ _INT32_MAX = 2**31 - 1
 
 class _Plans(threading.local):
     def __init__(self) -> None:
-        self.by_shape: dict[tuple[Any, ...], Launch] = {}
+        self.by_shape: dict[tuple[Any, ...], _Plan] = {}
 
 
 _plans = _Plans()
@@ -143,12 +143,11 @@ def launch(
     if s_q == 0:
         return
     device = q.get_device()
-    topk = indices.shape[1]
-    key = (device, s_q, h_q, d_qk, topk, kv.shape[0], q.stride(), kv.stride(0), indices.stride(0))
+    key = (device, h_q, d_qk, indices.shape[1], kv.shape[0], q.stride(), kv.stride(0), indices.stride(0))
     by_shape = _plans.by_shape
     plan = by_shape.get(key)
     if plan is None:
-        plan = _plan(*key)
+        plan = _Plan(*key)
         if len(by_shape) >= MAX_PLANS:
             del by_shape[next(iter(by_shape))]
         by_shape[key] = plan
@@ -157,8 +156,10 @@ def launch(
         q_scale_at, q_scale = q_scale.data_ptr(), 1.0
     if isinstance(kv_scale, torch.Tensor):
         kv_scale_at, kv_scale = kv_scale.data_ptr(), 1.0
+    items = s_q * plan.head_groups
+    launch = plan.launch
     _pack_changing(
-        plan.params,
+        launch.params,
         0,
         q.data_ptr(),
         kv.data_ptr(),
@@ -173,54 +174,57 @@ def launch(
         sm_scale,
         q_scale,
         kv_scale,
-        topk,
+        items,
     )
+    grid = items if items < plan.sms else plan.sms
     if _current_device() == device:
-        plan(_raw_stream(device))
+        launch(grid, _raw_stream(device))
     else:
         with torch.cuda.device(device):
-            plan(_raw_stream(device))
+            launch(grid, _raw_stream(device))
 
 
-def _plan(
-    device: int,
-    s_q: int,
-    h_q: int,
-    d_qk: int,
-    topk: int,
-    s_kv: int,
-    q_strides: tuple[int, ...],
-    kv_row: int,
-    indices_row: int,
-) -> Launch:
-    """Set up the launch of one shape: grid, shared memory, and the fields of Params that the shape fixes.
+class _Plan:
+    """The launch of one shape, with the fields of Params that the shape fixes; any s_q.
 
     Raises:
         OutputMismatchError: the row stride of kv is 2^32 bytes or more.
     """
-    if kv_row >= 2**32 and s_kv > 1:
-        raise OutputMismatchError(f"kv: expected a row stride below 2^32 bytes, got {kv_row}")
-    head_groups = -(-h_q // HEADS)
-    items = s_q * head_groups
-    ctas = min(items, torch.cuda.get_device_properties(device).multi_processor_count)
-    with torch.cuda.device(device):
-        plan = Launch(load_kernel(VARIANTS[d_qk], ARCH), device, ctas, _PARAMS_BYTES)
-    _FIXED.pack_into(
-        plan.params,
-        _CHANGING.size,
-        q_strides[0],
-        q_strides[1],
-        indices_row,
-        kv_row if s_kv > 1 else 0,
-        min(s_kv, _INT32_MAX),
-        h_q,
-        head_groups,
-        items,
-        ctas // head_groups,
-        ctas % head_groups * HEADS,
-        0,
-    )
-    return plan
+
+    __slots__ = ("head_groups", "launch", "sms")
+
+    def __init__(
+        self,
+        device: int,
+        h_q: int,
+        d_qk: int,
+        topk: int,
+        s_kv: int,
+        q_strides: tuple[int, ...],
+        kv_row: int,
+        indices_row: int,
+    ) -> None:
+        if kv_row >= 2**32 and s_kv > 1:
+            raise OutputMismatchError(f"kv: expected a row stride below 2^32 bytes, got {kv_row}")
+        self.head_groups = -(-h_q // HEADS)
+        self.sms = torch.cuda.get_device_properties(device).multi_processor_count
+        with torch.cuda.device(device):
+            self.launch = Launch(load_kernel(VARIANTS[d_qk], ARCH), device, _PARAMS_BYTES)
+        _FIXED.pack_into(
+            self.launch.params,
+            _CHANGING.size,
+            q_strides[0],
+            q_strides[1],
+            indices_row,
+            kv_row if s_kv > 1 else 0,
+            min(s_kv, _INT32_MAX),
+            h_q,
+            self.head_groups,
+            topk,
+            self.sms // self.head_groups,
+            self.sms % self.head_groups * HEADS,
+            0,
+        )
 
 
 def _public_raw_stream(device: int) -> int:
