@@ -250,6 +250,25 @@ class TestNvrtc:
         assert binary.spill_bytes == 0
         assert not binary.is_cached
 
+    def test_compiling_again_still_says_registers(self, sources, tmp_path):
+        for _ in range(2):
+            assert compile_source(SOURCE, cache_dir=tmp_path, reuse=False).registers > 0
+
+    def test_a_compiler_without_a_cache_is_asked_without_the_option(self, sources, tmp_path, monkeypatch):
+        import cuda.core
+
+        asked = []
+
+        def old_program(text, kind, options, program=cuda.core.Program):
+            asked.append(options.no_cache)
+            if options.no_cache:
+                raise RuntimeError("nvrtc: error: unrecognized option --no-cache found")
+            return program(text, kind, options)
+
+        monkeypatch.setattr(cuda.core, "Program", old_program)
+        assert compile_source(SOURCE, cache_dir=tmp_path).registers > 0
+        assert asked == [True, None]
+
     def test_an_error_shows_the_log(self, sources, tmp_path):
         (sources / "thing.cuh").write_text("constexpr int EXTRA = nonsense;\n")
         with pytest.raises(CompileError, match=r"(?s)thing: expected thing.cu to compile for sm_90a, got.*nonsense"):

@@ -159,26 +159,34 @@ def _compile(source: Source, arch: str) -> Binary:
         text = (directory / source.file).read_text()
     except OSError as e:
         raise CompileError(f"{source.file}: expected a readable source in {directory}, got {e}") from e
-    options = ProgramOptions(
-        name=source.file,
-        arch=arch,
-        std="c++17",
-        include_path=[str(directory)],
-        define_macro=list(source.defines),
-        ptxas_options=["-v"],
-    )
     log = io.StringIO()
     start = time.perf_counter()
-    try:
-        program = Program(text, "c++", options)
+    # NVRTC's own cache gives the binary without ptxas's figures; one too old to have a cache does not know the option.
+    for no_cache in (True, None):
+        options = ProgramOptions(
+            name=source.file,
+            arch=arch,
+            std="c++17",
+            include_path=[str(directory)],
+            define_macro=list(source.defines),
+            ptxas_options=["-v"],
+            no_cache=no_cache,
+        )
         try:
-            image = bytes(program.compile("cubin", logs=log).code)
-        finally:
-            program.close()
-    except Exception as e:
-        if isinstance(e, MemoryError):
+            program = Program(text, "c++", options)
+            try:
+                image = bytes(program.compile("cubin", logs=log).code)
+            finally:
+                program.close()
+            break
+        except MemoryError:
             raise
-        raise CompileError(f"{source.name}: expected {source.file} to compile for {arch}, got:\n{log.getvalue()}{e}") from e
+        except Exception as e:
+            if no_cache and "no-cache" in str(e):
+                continue
+            raise CompileError(
+                f"{source.name}: expected {source.file} to compile for {arch}, got:\n{log.getvalue()}{e}"
+            ) from e
     seconds = time.perf_counter() - start
     registers, spill_bytes = _resources(log.getvalue())
     _log.info("compiled %s for %s in %.2f s, %d registers", source.name, arch, seconds, registers)
