@@ -20,6 +20,7 @@ __all__ = [
     "has_no_memory",
     "is_current_stream_capturing",
     "is_inference",
+    "is_recording",
     "is_tracing",
     "normal_mode",
     "raw_stream",
@@ -116,3 +117,27 @@ def tracing_mode() -> bool:
 
     kinds = (FakeTensorMode, FunctionalTensorMode, ProxyTorchDispatchMode)
     return any(isinstance(mode, kinds) for mode in _get_current_dispatch_mode_stack())
+
+
+def _no_pre_dispatch_modes() -> int:
+    return 0
+
+
+_pre_dispatch_depth: Callable[[], int] = getattr(
+    torch._ops, "_len_torch_dispatch_stack_pre_dispatch", _no_pre_dispatch_modes
+)
+
+
+def is_recording() -> bool:
+    """Whether an active dispatch mode records operations for a compiler or an exporter; fakes alone record nothing."""
+    if dispatch_depth() == 0:
+        return False
+    if _pre_dispatch_depth() > 0:  # torch.export without dynamo: its recorder has a stack of its own
+        return True
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return any(
+        isinstance(mode, (FunctionalTensorMode, ProxyTorchDispatchMode)) for mode in _get_current_dispatch_mode_stack()
+    )

@@ -21,6 +21,7 @@ from ..errors import BufpoolError, DeviceMismatchError, OutputMismatchError
 from ..outputs import check_distinct, check_output, is_fake
 from ..pool import default_pool
 from ..spec import OutputSpec
+from ..torch_state import dispatch_depth, is_recording, is_tracing
 from .reference import D_V, sparse_mla_prefill_reference
 
 __all__ = ["sparse_mla_prefill", "sparse_mla_spec"]
@@ -100,6 +101,10 @@ def sparse_mla_prefill(
         BufpoolError: ``backend="sm90"`` is not available; the text says why.
         PoolLimitError: the allocator has no memory for the outputs.
     """
+    if is_tracing() or (dispatch_depth() and is_recording()):
+        return _traced(
+            q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length, out, max_logits, lse, backend
+        )
     if not isinstance(q, _Tensor):
         _not_a_tensor("q", q)
     q_shape = q.shape
@@ -225,6 +230,56 @@ def sparse_mla_spec(h_q: int, d_v: int = D_V) -> OutputSpec:
         sizes = spec.row_shapes[0]
         spec = _specs.setdefault((sizes[0], sizes[1]), spec)
     return spec
+
+
+# --- While a compiler traces ---
+
+_outputs_type: Any = sparse_mla_spec(1).outputs_type
+
+
+def _traced(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    q_scale: float | torch.Tensor,
+    kv_scale: float | torch.Tensor,
+    d_v: int,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor | None,
+    max_logits: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    backend: str,
+) -> Any:
+    """The call as an op of ``library.py``: the compiler owns the memory, and the arguments are checked when it runs."""
+    if type(d_v) is not int or d_v != D_V:
+        _check_d_v(d_v)
+    q_scale_tensor = kv_scale_tensor = None
+    if isinstance(q_scale, _Tensor):
+        q_scale, q_scale_tensor = 1.0, q_scale
+    if isinstance(kv_scale, _Tensor):
+        kv_scale, kv_scale_tensor = 1.0, kv_scale
+    inputs = (q, kv, indices, sm_scale, q_scale, kv_scale)
+    options = {
+        "q_scale_tensor": q_scale_tensor,
+        "kv_scale_tensor": kv_scale_tensor,
+        "attn_sink": attn_sink,
+        "topk_length": topk_length,
+        "backend": backend,
+    }
+    op = torch.ops.bufpool.sparse_mla_prefill
+    if out is None and max_logits is None and lse is None:
+        return _outputs_type(*op.default(*inputs, **options))
+    s_q, h_q = q.shape[0], q.shape[1]
+    if out is None:
+        out = torch.empty((s_q, h_q, D_V), dtype=torch.bfloat16, device=q.device)
+    if max_logits is None:
+        max_logits = torch.empty((s_q, h_q), dtype=_FLOAT32, device=q.device)
+    if lse is None:
+        lse = torch.empty((s_q, h_q), dtype=_FLOAT32, device=q.device)
+    op.out(*inputs, **options, out=out, max_logits=max_logits, lse=lse)
+    return _outputs_type(out, max_logits, lse)
 
 
 # --- Outputs that the caller brings ---
