@@ -7,7 +7,7 @@ row before writing it computes visible nonsense. In a capture the fills are part
 by its next acquire, they are compared; a changed one raises ``WriteContractError``. The acquire that raises is not the
 culprit: the text says whose result was overrun, and where that was acquired. The finding is reported once.
 
-Both are slow: a few kernel launches a tensor for each acquire, no hit path, and for ``guard`` a wait for the device. A
+Both are slow: up to some twenty launches a tensor for each acquire, no hit path, and for ``guard`` a wait for the device. A
 guarded pool maps ``GUARD_ROWS`` rows more in each slot. Not seen: what a slot's last result overran, if nothing is acquired
 from that slot afterwards or its memory was given back in between; what is overrun in a capture, or while something
 captures, when nothing may wait for the device; spilled results have poison and no guard.
@@ -39,6 +39,7 @@ POISON_BYTES = (0xFF, 0x7A, 0xFA, 0x00)
 BOOL_POISON_BYTES = (0x00, 0x01)  # No other byte is a bool.
 
 _MODES = ("poison", "guard")
+_SEED_WORDS = 1024  # A multiple of the patterns' lengths.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -142,8 +143,13 @@ def _poison(memory: torch.Tensor, dtype: torch.dtype, phase: int) -> None:
     """Write the pattern, without temporary memory: in a capture that would come from the graph's private pool."""
     values = _values(memory, dtype)
     words = memory.view(-1)
+    done = min(words.numel(), _SEED_WORDS)
     for place in range(len(values)):
-        words[place :: len(values)].fill_(values[(place + phase) % len(values)])
+        words[place : done : len(values)].fill_(values[(place + phase) % len(values)])
+    while done < words.numel():  # plain copies are many times quicker than steps of four
+        count = min(done, words.numel() - done)
+        words[done : done + count].copy_(words[:count])
+        done += count
 
 
 def _pattern(memory: torch.Tensor, dtype: torch.dtype, phase: int) -> torch.Tensor:

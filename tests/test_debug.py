@@ -135,6 +135,16 @@ def test_every_element_is_poisoned(debug_pool, q, dtype, mode):
     assert all(set(elements) == values for elements in seen), "an element did not meet every byte"
 
 
+@pytest.mark.parametrize("rows", [1023, 1024, 1025, 70_001])
+def test_the_pattern_goes_on_to_the_end(debug_pool, q, rows):
+    out = debug_pool("guard").acquire(OutputSpec(out=((), torch.int16)), rows, q).out
+    whole = torch.cat([out, beyond(out, GUARD_ROWS)]).view(torch.uint8)[::2].tolist()
+    cycle = whole[:4]
+    assert sorted(cycle) == sorted(POISON_BYTES)
+    assert whole[:rows] == (cycle * rows)[:rows]
+    assert sorted(whole[rows : rows + 4]) == sorted(POISON_BYTES)
+
+
 def test_a_kernel_that_reads_first_computes_nonsense(debug_pool, q):
     pool = debug_pool("poison")
     spec = OutputSpec(out=((8,), torch.float32))
