@@ -251,6 +251,7 @@ class PostHandout(Handout):
 
     def release(self) -> None:
         if self._block:
+            assert not self.is_live(), "a tensor would post into freed memory"
             self.capacity = 0
             self._states.release()
             self._dims.release()

@@ -225,6 +225,7 @@ class FakeCuda:
         """A stream, of whatever thread, that captures."""
         self.synchronized = []
         self.emptied = 0
+        self.idle = False  # whether the work of all streams is done
         self.graphs = {}
 
     def like(self, index=None):
@@ -247,7 +248,9 @@ def fake_cuda(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(driver, "is_available", lambda: True)
     monkeypatch.setattr(driver, "supports_virtual_memory", lambda index: True)
-    monkeypatch.setattr(driver, "capture_of", lambda stream: fake.capture and (fake.capture, fake.capture))
+    monkeypatch.setattr(driver, "capture_of", lambda index, stream: fake.capture and (fake.capture, fake.capture))
+    monkeypatch.setattr(driver, "is_idle", lambda index, known=(): fake.idle)
+    monkeypatch.setattr(driver, "is_stream_idle", lambda index, stream: fake.idle)
     monkeypatch.setattr(driver, "capturing_stream", lambda index, known=(): fake.capturing)
     monkeypatch.setattr(driver, "synchronize", fake.synchronized.append)
     monkeypatch.setattr(slot, "cuda_driver", lambda index: fake.drivers[index])

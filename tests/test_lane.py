@@ -20,6 +20,10 @@ def make_key(spec, **changes):
     return LaneKey(**{**fields, "device": CPU, "stream": 0, "thread": 0, "spec": spec, **changes})
 
 
+def anything(slot):
+    return True
+
+
 @pytest.fixture
 def make_lane(spec):
     """Makes lanes whose slots have room for the given rows; page-sized steps: 4 rows of ``out``."""
@@ -37,7 +41,8 @@ def make_lane(spec):
     yield make
     for lane in lanes:
         for slot in lane.slots:
-            slot.release()
+            if not slot.is_live():  # a failed test still holds its results
+                slot.release()
 
 
 def test_keys_of_different_orders_differ(spec):
@@ -56,37 +61,37 @@ def test_keys_of_different_orders_differ(spec):
 def test_the_current_slot_serves_while_nobody_holds_it(make_lane):
     lane = make_lane(100, 100)
     lane.current = lane.slots[1]
-    assert lane.idle_slot(50) is lane.slots[1]
+    assert lane.idle_slot(50, anything) is lane.slots[1]
 
 
 def test_another_slot_serves_while_the_current_one_is_held(make_lane):
     lane = make_lane(100, 100)
     lane.current = lane.slots[0]
     held = lane.slots[0].handout.take(10)
-    assert lane.idle_slot(50) is lane.slots[1]
+    assert lane.idle_slot(50, anything) is lane.slots[1]
     del held
-    assert lane.idle_slot(50) is lane.slots[0]
+    assert lane.idle_slot(50, anything) is lane.slots[0]
 
 
 def test_the_smallest_slot_with_room_serves(make_lane):
     lane = make_lane(400, 100, 200)
-    assert lane.idle_slot(150) is lane.slots[2]
-    assert lane.idle_slot(50) is lane.slots[1]
-    assert lane.idle_slot(300) is lane.slots[0]
+    assert lane.idle_slot(150, anything) is lane.slots[2]
+    assert lane.idle_slot(50, anything) is lane.slots[1]
+    assert lane.idle_slot(300, anything) is lane.slots[0]
 
 
 def test_without_room_anywhere_the_largest_slot_grows(make_lane):
     lane = make_lane(100, 400, 200)
-    assert lane.idle_slot(1000) is lane.slots[1]
+    assert lane.idle_slot(1000, anything) is lane.slots[1]
 
 
 def test_no_slot_serves_while_all_are_held(make_lane):
     lane = make_lane(100, 100)
     held = [slot.handout.take(10) for slot in lane.slots]
-    assert lane.idle_slot(10) is None
+    assert lane.idle_slot(10, anything) is None
     assert lane.take(10) is None
     del held[0]
-    assert lane.idle_slot(10) is lane.slots[0]
+    assert lane.idle_slot(10, anything) is lane.slots[0]
 
 
 def test_take_counts_a_rotation_only_when_the_slot_changes(make_lane):

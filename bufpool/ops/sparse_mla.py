@@ -31,7 +31,7 @@ _logger = logging.getLogger("bufpool")
 _BACKENDS = ("auto", "reference", "sm90")
 _SM90_MODULE = ".sparse_mla_sm90"
 _ALIGNMENT_BYTES = 16  # Of base addresses and strides of q and kv, in the SM90 kernel.
-_OUT_ALIGNMENT_BYTES = 4
+_OUT_ALIGNMENT_BYTES = 16
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 _Tensor = torch.Tensor
