@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import torch
 
 from .errors import DeviceMismatchError, OutputMismatchError
+from .torch_state import has_no_memory
 
-__all__ = ["check_distinct", "check_output", "is_fake"]
+__all__ = ["check_distinct", "check_output"]
 
 
 def check_output(
@@ -99,17 +100,6 @@ def check_distinct(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, tor
                     _overlap(other, other_start, other_end, name, start, end)
 
 
-def is_fake(t: torch.Tensor) -> bool:
-    """Whether ``t`` has a shape but no memory: a meta tensor or a ``FakeTensor``."""
-    if t.is_meta:
-        return True
-    if type(t) is torch.Tensor or type(t) is torch.nn.Parameter:
-        return False
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(t, FakeTensor)
-
-
 def _plain_device(device: torch.device | str) -> torch.device:
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -125,7 +115,7 @@ def _maker(t: torch.Tensor) -> str:
 
 def _byte_range(t: torch.Tensor) -> tuple[int, int]:
     """(first byte, byte after the last) of ``t``; equal where it owns no memory."""
-    if type(t) is not torch.Tensor and is_fake(t):
+    if type(t) is not torch.Tensor and has_no_memory(t):
         return 0, 0
     start = t.data_ptr()
     if start == 0:  # Empty, or meta.

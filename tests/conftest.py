@@ -46,6 +46,15 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _quick_collections():
+    """Many tests run the collector; it need not walk through all of torch each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
 def spec():
     """The outputs of a small attention kernel: 1024 and 32 bytes a row."""

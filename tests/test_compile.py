@@ -273,6 +273,37 @@ def test_the_default_compiler_gives_the_eager_result():
     assert all(getattr(results, name) is tensor for name, tensor in given.items())
 
 
+def copies(call):
+    """How many copies, of whatever kind, torch makes in a call."""
+    call()
+    call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            call()
+        return sum("copy" in event.name or "clone" in event.name for event in profile.events())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.parametrize("given", ["none", "all", "one", "rows", "packed"])
+def test_the_default_compiler_adds_no_copy(given):
+    arguments = make()
+    buffers = outputs_for(s_q=9)
+    packed = torch.zeros(2, 5, 3)
+    outputs = {
+        "none": {},
+        "all": outputs_for(),
+        "one": {"lse": outputs_for()["lse"]},
+        "rows": {name: tensor[2:7] for name, tensor in buffers.items()},
+        "packed": {"max_logits": packed[0], "lse": packed[1]},
+    }[given]
+    compiled = torch.compile(sparse_mla_prefill, fullgraph=True)
+    assert copies(lambda: compiled(**arguments, **outputs)) == copies(lambda: eager(arguments))
+    results = compiled(**arguments, **outputs)
+    assert same_bits([tensor.contiguous() for tensor in outputs.values()], [getattr(results, name) for name in outputs])
+
+
 # Memory
 
 

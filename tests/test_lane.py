@@ -94,6 +94,16 @@ def test_no_slot_serves_while_all_are_held(make_lane):
     assert lane.idle_slot(10, anything) is lane.slots[0]
 
 
+def test_a_slot_whose_readers_cannot_be_waited_for_does_not_serve(make_lane):
+    lane = make_lane(100, 200)
+    lane.current = lane.slots[0]
+    lane.slots[0].readers = ["a stream"]
+    assert lane.idle_slot(10, lambda slot: False) is lane.slots[1]
+    assert lane.idle_slot(10, anything) is lane.slots[0]
+    lane.slots[1].readers = ["a stream"]
+    assert lane.idle_slot(10, lambda slot: False) is None
+
+
 def test_take_counts_a_rotation_only_when_the_slot_changes(make_lane):
     lane = make_lane(100, 100)
     first = lane.take(10)

@@ -18,10 +18,10 @@ import torch
 
 from ..allocator import OutputAllocator
 from ..errors import BufpoolError, DeviceMismatchError, OutputMismatchError
-from ..outputs import check_distinct, check_output, is_fake
+from ..outputs import check_distinct, check_output
 from ..pool import default_pool
 from ..spec import OutputSpec
-from ..torch_state import dispatch_depth, is_recording, is_tracing
+from ..torch_state import dispatch_depth, has_no_memory, is_recording, is_tracing
 from .reference import D_V, sparse_mla_prefill_reference
 
 __all__ = ["sparse_mla_prefill", "sparse_mla_spec"]
@@ -199,7 +199,7 @@ def sparse_mla_prefill(
             inputs["topk_length"] = topk_length
         outputs = _complete(spec, s_q, device, (out, max_logits, lse), inputs, acquire)
 
-    if s_q > 0 and (type(outputs[0]) is _Tensor or not is_fake(outputs[0])):
+    if s_q > 0 and (type(outputs[0]) is _Tensor or not has_no_memory(outputs[0])):
         launch(q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length, *outputs)
     return outputs
 
