@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -483,6 +484,13 @@ def test_the_operator_behind_a_runner(pool, on_host):
             results = runner(**given)
             assert results._fields == ("out", "max_logits", "lse")
             assert equal(results, call(**given, allocator=FreshAllocator()))
+
+
+def test_the_example_serves_chunks_of_any_size(run_script):
+    done = run_script(Path(__file__).parent.parent / "examples" / "chunked_prefill_graphs.py", "--chunks", 3)
+    assert done.returncode == 0, done.stderr
+    assert "3 chunks, bit-equal to eager calls" in done.stdout
+    assert ("every call runs eagerly" in done.stdout) is not torch.cuda.is_available()
 
 
 # On CUDA
