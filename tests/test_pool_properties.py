@@ -69,7 +69,8 @@ class PoolMachine(RuleBasedStateMachine):
         """Of each base address seen in a result: the model of its slot."""
         self.reserved = []
         """Rows that were reserved for slots whose address was not seen yet."""
-        self.spilled = set()
+        self.maybe_gone = set()
+        """Base addresses of slots that a trim may have released: another slot may get one of them."""
         self.asleep = False
         self.calls = 0
 
@@ -102,6 +103,9 @@ class PoolMachine(RuleBasedStateMachine):
         assert [tensor.shape for tensor in outputs] == list(spec.shapes(rows))
         if self.pool.stats().spills == spills:
             slot = self.slots.setdefault(base, ModelSlot(spec))
+            if base in self.maybe_gone and slot.spec != spec:
+                slot = self.slots[base] = ModelSlot(spec)
+            self.maybe_gone.discard(base)
             assert slot.spec == spec
             slot.high_water = max(slot.high_water, rows)
         else:
@@ -143,6 +147,7 @@ class PoolMachine(RuleBasedStateMachine):
     def trim(self):
         if self.asleep:
             assert self.pool.trim() == 0  # wake() still maps the same sizes
+            self.maybe_gone |= set(self.slots)
             return
         before = self.pool.stats().mapped_bytes
         freed = self.pool.trim()
@@ -155,25 +160,37 @@ class PoolMachine(RuleBasedStateMachine):
         after = sum(rounded_bytes(one.spec, one.rows) for one in self.live if one.base is not None)
         assert self.pool.stats().mapped_bytes == after == before - freed
 
-    @rule()
-    def sleep_or_wake(self):
-        if self.asleep:
-            self.pool.wake()
-            self.asleep = False
-        elif any(one.base is not None for one in self.live):
+    @precondition(lambda self: not self.asleep)
+    @rule(wakes=st.booleans())
+    def sleep(self, wakes):
+        if any(one.base is not None for one in self.live):
             try:
                 self.pool.sleep()
             except BufpoolError:
                 return
             raise AssertionError("slept while a result was live")
-        else:
-            mapped = self.pool.stats().mapped_bytes
-            self.pool.sleep()
-            self.asleep = True
-            assert self.pool.stats().mapped_bytes == 0
+        mapped = self.pool.stats().mapped_bytes
+        self.pool.sleep()
+        assert self.pool.stats().mapped_bytes == 0
+        if wakes:
             self.pool.wake()
             assert self.pool.stats().mapped_bytes == mapped
-            self.pool.sleep()
+        self.asleep = not wakes
+
+    @precondition(lambda self: self.asleep)
+    @rule()
+    def wake(self):
+        self.pool.wake()
+        self.asleep = False
+
+    @precondition(lambda self: self.asleep)
+    @rule(spec=specs, rows=row_counts)
+    def acquire_asleep(self, spec, rows):
+        try:
+            self.pool.acquire(spec, rows, self.like)
+        except BufpoolError:
+            return
+        raise AssertionError("served while asleep")
 
     # Invariants
 
