@@ -227,12 +227,12 @@ class OutputPool:
         room = rows if self._debug is None else rows + self._debug.guard_rows
         slot = lane.idle_slot(room, place.can_wait_for)
         is_new_slot = slot is None
-        if slot is None:
-            slot = self._free_slot(place, room)
-        is_from_free = is_new_slot and slot is not None
         if slot is None and place.capture is None and len(lane.slots) >= self._max_slots:
             self._spill(lane, place, notes)
             return None
+        if slot is None:
+            slot = self._free_slot(place, room)
+        is_from_free = is_new_slot and slot is not None
         if slot is None:
             slot = self._new_slot(place, room)
         is_growing = room > slot.capacity
@@ -599,7 +599,8 @@ class OutputPool:
         """Give back memory above the rows in use; addresses stay. Returns bytes given back.
 
         A slot keeps the rows of the result that somebody holds, and all that a graph contains. Lanes that nobody used
-        since the last ``trim`` are dropped together with their addresses: lanes of streams that are gone go this way.
+        since the last ``trim`` are dropped together with their addresses: lanes of streams that are gone go this way. A pool
+        that sleeps holds nothing to give back.
 
         Raises:
             CaptureError: something captures.
@@ -609,6 +610,8 @@ class OutputPool:
         try:
             with self._entered("trim"):
                 self._check_open()
+                if self._is_asleep:
+                    return 0
                 self._refuse_capture("trim")
                 self._collect(False)
                 freed = 0

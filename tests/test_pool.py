@@ -1258,3 +1258,25 @@ def test_too_little_address_space_is_a_limit_error_or_comes_from_idle_lanes(make
     held.clear()
     fake_cuda.stream = 0
     assert fake_cuda.is_usable(pool.acquire(spec, 10, fake_cuda.like(0)).out)
+
+
+def test_memory_reserved_beside_held_results_does_not_lift_max_slots(make_pool, spec, q):
+    pool = make_pool(max_slots=1)
+    held = pool.acquire(spec, 10, q)
+    pool.reserve(spec, 10, q)
+    spilled = pool.acquire(spec, 10, q)
+    assert pool.stats().spills == 1
+    assert [lane.slots for lane in pool.stats().lanes] == [1]
+    del held, spilled
+
+
+def test_trim_leaves_a_sleeping_pool_as_it_is(make_pool, spec, q):
+    pool = make_pool()
+    base = pool.acquire(spec, 1000, q).out.data_ptr()
+    mapped = pool.stats().mapped_bytes
+    pool.sleep()
+    for _ in range(3):
+        assert pool.trim() == 0
+    pool.wake()
+    assert pool.stats().mapped_bytes == mapped
+    assert pool.acquire(spec, 1000, q).out.data_ptr() == base
