@@ -338,7 +338,7 @@ class GraphRunner:
         if self._home is not None and device != self._home:
             raise DeviceMismatchError(f"{name} must be on device {self._home}, got {device} (of the calls before)")
         if _can_capture(device):
-            if self._pool._is_asleep:  # stats() would tell as well, at many times the price
+            if self._pool.is_asleep:
                 raise BufpoolError("runner: expected a pool that is awake, got one that sleeps; call wake()")
             if _is_capturing(device):
                 raise CaptureError(f"runner: expected no graph capture on {device}, got one under way")

@@ -753,6 +753,11 @@ class OutputPool:
 
     # Numbers
 
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pool is between ``sleep()`` and ``wake()``."""
+        return self._is_asleep
+
     def stats(self) -> PoolStats:
         """What the pool did and holds, in sum and per lane."""
         with self._entered("stats"):
