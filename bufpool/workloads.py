@@ -18,7 +18,13 @@ from itertools import islice
 from .errors import BufpoolError
 
 __all__ = [
+    "CHUNK_ROWS",
+    "HOLDS",
+    "LAYERS",
     "PROMPT_COLUMN",
+    "RAMP_ROWS",
+    "RAMP_STEPS",
+    "STREAMS",
     "Chunk",
     "TraceError",
     "Workload",
@@ -26,8 +32,10 @@ __all__ = [
     "constant",
     "held",
     "layered_trace",
+    "many_streams",
     "ramp",
     "read_trace",
+    "suite",
     "synthetic_trace",
     "two_lanes",
     "unseen",
@@ -35,6 +43,16 @@ __all__ = [
 
 PROMPT_COLUMN = "ContextTokens"
 """Column of prompt lengths in the public Azure LLM inference traces."""
+
+CHUNK_ROWS = 8192
+"""Most rows of one forward in the measured trace."""
+LAYERS = 61
+"""Layers of a large model; each asks for the same rows."""
+RAMP_ROWS, RAMP_STEPS = 16384, 400
+HOLDS = (1, 4)
+"""Results held; 1 is ``out = acquire(...)`` in a loop: the last result is alive while the next one is acquired."""
+STREAMS = 8
+_UNSEEN_ROWS = 8192
 
 MEDIAN_TOKENS = 1000
 P99_TOKENS = 4100
@@ -66,12 +84,16 @@ class Workload:
         rows: rows of each call, in order.
         lanes: call ``i`` goes to lane ``i % lanes`` (each lane has a spec of its own).
         hold: the last ``hold`` results are alive while the next one is acquired; 0 drops each before the next call.
+        streams: so many streams take turns; 1 stays on the current one.
+        is_cold: the first call is part of the question: every run begins with a new allocator.
     """
 
     name: str
     rows: tuple[int, ...]
     lanes: int = 1
     hold: int = 0
+    streams: int = 1
+    is_cold: bool = False
 
 
 def read_trace(path: str | os.PathLike[str], column: str = PROMPT_COLUMN) -> list[int]:
@@ -157,9 +179,9 @@ def unseen(max_rows: int, calls: int, seed: int = 0) -> Workload:
 
 
 def ramp(max_rows: int, steps: int) -> Workload:
-    """``steps`` row counts that rise evenly from 1 to ``max_rows``."""
+    """``steps`` row counts that rise evenly from 1 to ``max_rows``, on a new allocator: nearly every call grows."""
     last = max(steps - 1, 1)
-    return Workload("ramp", tuple(1 + (max_rows - 1) * step // last for step in range(steps)))
+    return Workload("ramp", tuple(1 + (max_rows - 1) * step // last for step in range(steps)), is_cold=True)
 
 
 def layered_trace(prompts: Iterable[int], chunk: int, layers: int, calls: int) -> Workload:
@@ -176,3 +198,45 @@ def two_lanes(rows: int, calls: int) -> Workload:
 def held(rows: Sequence[int], hold: int) -> Workload:
     """Row counts with the last ``hold`` results alive while the next one is acquired."""
     return Workload(f"held-{hold}", tuple(rows), hold=hold)
+
+
+def many_streams(rows: int, calls: int, streams: int) -> Workload:
+    """One row count, ``streams`` streams in turn, every result dropped."""
+    return Workload(f"streams-{streams}", (rows,) * calls, streams=streams)
+
+
+def suite(
+    rows: int,
+    calls: int,
+    *,
+    prompts: Sequence[int] | None = None,
+    seed: int = 0,
+    layers: int = LAYERS,
+    holds: Iterable[int] = HOLDS,
+    streams: int = STREAMS,
+    ramp_rows: int = RAMP_ROWS,
+    ramp_steps: int = RAMP_STEPS,
+) -> dict[str, Workload]:
+    """Everything that is measured, by name: what ``bufpool bench`` and the benchmarks choose from.
+
+    Args:
+        rows: of the workloads with one row count.
+        calls: of each workload, at most; a ramp has ``ramp_steps``, a short trace has fewer.
+        prompts: of the trace, in tokens; by default synthetic ones.
+        seed: of the synthetic trace and of the unseen row counts.
+        layers: calls for each chunk of the trace. Time is asked for all of them; for bytes 1 is enough.
+        holds: one workload for each number of results held.
+        streams: streams that take turns.
+        ramp_rows: where the ramp ends.
+        ramp_steps: calls of the ramp.
+    """
+    workloads = [
+        constant(rows, calls),
+        unseen(_UNSEEN_ROWS, min(calls, _UNSEEN_ROWS), seed),
+        ramp(ramp_rows, ramp_steps),
+        layered_trace(prompts or synthetic_trace(calls, seed), CHUNK_ROWS, layers, calls),
+        two_lanes(rows, calls),
+        *(held((rows,) * calls, hold) for hold in holds),
+        many_streams(rows, calls, streams),
+    ]
+    return {workload.name: workload for workload in workloads}

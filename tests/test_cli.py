@@ -15,6 +15,7 @@ from bufpool.allocator import FreshAllocator
 from bufpool.cli import doctor, main
 from bufpool.cli import job as job_module
 from bufpool.cli import run as run_command
+from bufpool.cli.acquire_case import Setting
 from bufpool.cli.baselines import GrowOnlyAllocator
 from bufpool.cli.footprint import baseline_bytes
 from bufpool.cli.job import Job, plan_calls, run_calls
@@ -25,6 +26,7 @@ from bufpool.errors import CompileError, PoolLimitError
 from bufpool.ops.sparse_mla import sparse_mla_prefill, sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.spec import OutputSpec
+from bufpool.workloads import held, two_lanes
 
 CPU = torch.device("cpu")
 PROMPTS = (40, 7, 100, 33)
@@ -239,7 +241,7 @@ def test_results_are_dropped_before_the_next_call():
         (["run", "--max-calls", "4", "--heads", "60000", "--hold", "90000"], "run: cpu: expected a job of at most "),
         (["run", "--unheard-of"], ": unrecognized arguments: --unheard-of"),
         (["walk"], ": argument COMMAND: invalid choice: 'walk'"),
-        ([], ": expected a command (run, doctor, compile), got none"),
+        ([], ": expected a command (run, bench, doctor, compile), got none"),
     ],
 )
 def test_wrong_arguments_are_one_line_and_exit_code_2(options, message, capsys):
@@ -316,10 +318,17 @@ def test_plot_without_matplotlib_names_the_extra_before_any_work(trace, tmp_path
 
 def test_bytes_of_the_baselines():
     spec = OutputSpec(x=((), torch.float32))
-    curves, kind = baseline_bytes([10, 4, 12, 12], spec, hold=1, device=CPU)
+    curves, kind = baseline_bytes(Setting(held([10, 4, 12, 12], 1), (spec,), torch.empty(1), ()))
     assert kind == "buffers"
     assert curves["fresh"] == [40, 56, 64, 96]
     assert curves["grow_only"] == [40, 40, 88, 48]
+
+
+def test_bytes_of_the_baselines_in_two_lanes():
+    specs = (OutputSpec(x=((), torch.float32)), OutputSpec(x=((), torch.int8)))
+    curves, _ = baseline_bytes(Setting(two_lanes(3, 4), specs, torch.empty(1), ()))
+    assert curves["fresh"] == [12, 3, 12, 3]
+    assert curves["grow_only"] == [12, 15, 15, 15]
 
 
 # --- Baseline and timing ---
@@ -444,7 +453,7 @@ def test_run_on_cuda(run_json):
 def test_baselines_on_cuda_are_what_torch_reserves():
     spec = sparse_mla_spec(64)
     device = torch.empty(0, device="cuda").device
-    curves, kind = baseline_bytes([1024, 2048, 1024], spec, hold=0, device=device)
+    curves, kind = baseline_bytes(Setting.of(held([1024, 2048, 1024], 0), 64, device))
     assert kind == "reserved by torch"
     for name, values in curves.items():
         assert values == sorted(values), name

@@ -1,4 +1,4 @@
-"""The command line: ``bufpool run | doctor | compile``.
+"""The command line: ``bufpool run | bench | doctor | compile``.
 
 Exit codes: 0 done, 1 the command ran and something failed, 2 the command line asks for something that cannot be had,
 130 interrupted.
@@ -25,6 +25,7 @@ EXIT_INTERRUPTED = 130
 # command: (module, function that runs it, what it does). Only the module of the command asked for is imported.
 _COMMANDS = {
     "run": ("run", "run_job", "replay a request trace through the pool, check the results, show the figures"),
+    "bench": ("bench", "run_bench", "measure the pool beside torch.empty and a grow-only cache, and the kernels on a GPU"),
     "doctor": ("doctor", "run_doctor", "say what bufpool can do on this machine"),
     "compile": ("compile", "run_compile", "compile the kernels ahead of their first use"),
 }

@@ -20,7 +20,8 @@ from ..allocator import FreshAllocator, OutputAllocator
 from ..ops.sparse_mla import sparse_mla_prefill, sparse_mla_spec
 from ..pool import OutputPool
 from ..spec import OutputSpec
-from ..workloads import PROMPT_COLUMN, TraceError, read_trace, synthetic_trace
+from ..workloads import PROMPT_COLUMN, held, synthetic_trace
+from .acquire_case import Setting
 from .baselines import GrowOnlyAllocator
 from .footprint import baseline_bytes
 from .job import Job, job_bytes, plan_calls, run_calls
@@ -28,7 +29,7 @@ from .plot import plot_bytes, require_matplotlib
 from .progress import progress
 from .table import bytes_text, print_table
 from .timing import acquire_loop, batches, median_us, time_loops
-from .usage import UsageError, integer, open_device, png_file
+from .usage import UsageError, integer, open_device, png_file, trace_prompts
 
 __all__ = ["add_arguments", "run_job"]
 
@@ -120,10 +121,7 @@ def _prompts(args: argparse.Namespace) -> list[int]:
     if args.trace is None:
         # Every prompt has a chunk at least, and every chunk as many calls as layers.
         return synthetic_trace(-(-args.max_calls // args.layers), args.seed)
-    try:
-        return read_trace(args.trace, args.column)
-    except TraceError as e:
-        raise UsageError(f"--trace: {e}") from e
+    return trace_prompts(args.trace, args.column)
 
 
 def _require_memory(job: Job) -> None:
@@ -217,7 +215,7 @@ def _acquire_us(pool: OutputPool, rows: Sequence[int], spec: OutputSpec, job: Jo
 
 def _plot(path: str, job: Job, curves: Mapping[str, Sequence[int]]) -> None:
     rows = [call.rows for call in job.calls]
-    baselines, kind = baseline_bytes(rows, sparse_mla_spec(job.heads), job.hold, job.device)
+    baselines, kind = baseline_bytes(Setting.of(held(rows, job.hold), job.heads, job.device))
     named = {
         "pool: mapped": curves["mapped"],
         "pool: needed": curves["needed"],

@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-__all__ = ["bytes_text", "print_table"]
+__all__ = ["Section", "bytes_text", "print_sections", "print_table"]
+
+Section = tuple[Sequence[str], Sequence[Sequence[str]]]
+"""Heads of the columns, and rows of as many cells."""
 
 
 def print_table(title: str, facts: Sequence[tuple[str, str]]) -> None:
@@ -28,6 +31,38 @@ def print_table(title: str, facts: Sequence[tuple[str, str]]) -> None:
     print(title)
     for name, value in facts:
         print(f"  {name:<{width}}  {value}")
+
+
+def print_sections(title: str, sections: Sequence[Section]) -> None:
+    """Print one table of several sections, each with its own heads; the first column is text, the others are numbers."""
+    columns = max(len(heads) for heads, _ in sections)
+    if sys.stdout.isatty():
+        try:
+            import rich.box
+            import rich.console
+            import rich.markup
+            import rich.table
+        except ImportError:
+            pass
+        else:
+            table = rich.table.Table(title=title, show_header=False, box=rich.box.ROUNDED, title_justify="left")
+            for column in range(columns):
+                table.add_column(justify="right" if column else "left")
+            for heads, rows in sections:
+                table.add_row(*(rich.markup.escape(head) for head in heads), style="bold")
+                for row in rows:
+                    table.add_row(*(rich.markup.escape(cell) for cell in row))
+                table.add_section()
+            rich.console.Console().print(table)
+            return
+    lines = [line for heads, rows in sections for line in (heads, *rows)]
+    # A line of one cell is a sentence, wider than any column.
+    widths = [max(len(line[n]) for line in lines if len(line) > max(n, 1)) for n in range(columns)]
+    print(title)
+    for heads, rows in sections:
+        for line in (heads, *rows):
+            cells = [f"{cell:>{widths[n]}}" if n else f"{cell:<{widths[n]}}" for n, cell in enumerate(line)]
+            print(("  " + "  ".join(cells)).rstrip())
 
 
 def bytes_text(count: int) -> str:

@@ -10,7 +10,9 @@ from typing import NoReturn
 
 import torch
 
-__all__ = ["Parser", "UsageError", "integer", "open_device", "png_file"]
+from ..workloads import TraceError, read_trace
+
+__all__ = ["Parser", "UsageError", "integer", "make_folder", "open_device", "png_file", "trace_prompts"]
 
 EXIT_USAGE = 2
 
@@ -52,6 +54,33 @@ def png_file(text: str) -> str:
     if os.path.isdir(text) or not os.access(text if os.path.exists(text) else folder, os.W_OK):
         raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
     return text
+
+
+def make_folder(path: str, option: str) -> None:
+    """Make the folder where it is not there, inside one that is, and see that it can be written.
+
+    Raises:
+        UsageError: it cannot be had.
+    """
+    try:
+        if not os.path.isdir(path):
+            os.mkdir(path)
+    except OSError as e:
+        raise UsageError(f"{option}: expected a folder, or a name for one in a folder, got {path!r} ({e.strerror})") from e
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"{option}: expected a folder that can be written, got {path!r}")
+
+
+def trace_prompts(path: str, column: str) -> list[int]:
+    """Prompt lengths of the file that ``--trace`` names.
+
+    Raises:
+        UsageError: it cannot be read, or holds something else.
+    """
+    try:
+        return read_trace(path, column)
+    except TraceError as e:
+        raise UsageError(f"--trace: {e}") from e
 
 
 def open_device(name: str) -> torch.device:
