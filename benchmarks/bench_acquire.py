@@ -5,6 +5,8 @@ slices of buffers that are large enough, and `OutputPool`; with results dropped 
 new ones. All contenders run the same row counts in the same process, batch by batch in turn; figures are medians over
 the rounds, ratios are of medians.
 
+Workloads, checks and the clock are those of ``bufpool bench``, which has no literal contenders and no thresholds.
+
 Not measured: kernels, first-touch page faults, the growth of the pool (bench_growth.py), memory, several threads.
 Inputs are made outside the clock. A result is dropped before the next call begins, as ``out = None`` does.
 
@@ -21,37 +23,22 @@ import os
 import sys
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from bufpool.allocator import FreshAllocator
+from bufpool.cli.acquire_case import WARM_ROUNDS, Case, Setting, first_fault, lane_heads, make_case
 from bufpool.cli.baselines import GrowOnlyAllocator
-from bufpool.cli.timing import BATCH_CALLS, Loop, acquire_loop, batches, median_us, time_loops
-from bufpool.ops.sparse_mla import sparse_mla_spec
+from bufpool.cli.timing import BATCH_CALLS, Loop, median_us, time_loops
 from bufpool.pool import OutputPool
-from bufpool.spec import OutputSpec
-from bufpool.workloads import (
-    Workload,
-    constant,
-    held,
-    layered_trace,
-    read_trace,
-    synthetic_trace,
-    two_lanes,
-    unseen,
-)
+from bufpool.workloads import Workload, read_trace, suite
 
 HEADS = 128
 D_V = 512
 ROWS = {"cpu": 16, "cuda": 4096}
-MAX_ROWS = 8192  # of the pool before the clock starts, so that growth is outside it
-CHUNK = 8192
-LAYERS = 61
-HOLDS = (1, 4)  # held-1 is `out = acquire(...)` in a loop: the last result is alive while the next is acquired
 ROUNDS = 31
-WARM_ROUNDS = 2
+WORKLOADS = ("constant", "unseen", "trace", "two-lanes", "held-1", "held-4")  # held-1 is `out = acquire(...)` in a loop
 
 EMPTY = "torch.empty x3"
 SLICES = "slices x3"
@@ -69,44 +56,23 @@ THRESHOLDS: dict[str, list[tuple[str, str, float, float | None]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One workload on one device, ready to be timed."""
-
-    workload: Workload
-    loops: dict[str, Loop]
-    warm: list[Sequence[int]]
-    timed: list[Sequence[int]]
-
-
 def make_workloads(rows: int, prompts: Sequence[int] | None = None, rounds: int = ROUNDS) -> list[Workload]:
-    """The workloads by name: constant, unseen, trace, two-lanes, held-1, held-4; enough calls for all rounds."""
-    calls = BATCH_CALLS * (rounds + WARM_ROUNDS)
-    return [
-        constant(rows, calls),
-        unseen(MAX_ROWS, min(calls, MAX_ROWS)),
-        layered_trace(prompts or synthetic_trace(calls), CHUNK, LAYERS, calls),
-        two_lanes(rows, calls),
-        *(held((rows,) * calls, hold) for hold in HOLDS),
-    ]
+    """Those of the suite that are asked here, in this order; enough calls for all rounds."""
+    workloads = suite(rows, BATCH_CALLS * (rounds + WARM_ROUNDS), prompts=prompts)
+    return [workloads[name] for name in WORKLOADS]
 
 
-def make_case(workload: Workload, device: torch.device, pool: OutputPool, heads: int = HEADS) -> Case:
-    """Loops of all contenders, each warmed by the largest row count of the workload."""
-    like = torch.empty(1, device=device)
-    lane_heads = [heads, max(heads // 2, 1)][: workload.lanes]
-    specs = [sparse_mla_spec(count) for count in lane_heads]
-    loops = {EMPTY: empty_loop(lane_heads, device, workload.hold)}
+def acquire_case(workload: Workload, device: torch.device, pool: OutputPool, heads: int = HEADS) -> Case:
+    """All contenders, warm, after a check that the pool's results share no byte."""
+    setting = Setting.of(workload, heads, device)
+    if fault := first_fault(pool, setting):
+        raise AssertionError(fault)
+    loops = {EMPTY: empty_loop(lane_heads(workload, heads), device, workload.hold)}
     if workload.lanes == 1 and workload.hold == 0:
-        loops[SLICES] = slice_loop(heads, max(workload.rows) + 1, device)
+        loops[SLICES] = slice_loop(heads, setting.largest_rows, device)
     for name, allocator in {"fresh": FreshAllocator(), "grow_only": GrowOnlyAllocator(), "pool": pool}.items():
-        loops[name] = acquire_loop(allocator, specs, like, hold=workload.hold)
-    largest = max(workload.rows) + 1  # a row count that the workload does not hold, so that new ones stay new
-    check_results(pool, specs, largest, like, workload.hold)
-    parts = batches(workload.rows)
-    for loop in loops.values():
-        loop([largest] * workload.lanes * (workload.hold + 1))
-    return Case(workload, loops, parts[:WARM_ROUNDS], parts[WARM_ROUNDS:])
+        loops[name] = setting.loop(allocator)
+    return make_case(setting, loops)
 
 
 def empty_loop(heads: Sequence[int], device: torch.device, hold: int) -> Loop:
@@ -123,10 +89,10 @@ def empty_loop(heads: Sequence[int], device: torch.device, hold: int) -> Loop:
             out = max_logits = lse = None  # noqa: F841
 
     def drop_lanes(rows: Sequence[int]) -> None:
-        for lane_heads, s_q in zip(itertools.cycle(heads), rows, strict=False):
-            out = empty((s_q, lane_heads, D_V), dtype=torch.bfloat16, device=device)
-            max_logits = empty((s_q, lane_heads), dtype=torch.float32, device=device)
-            lse = empty((s_q, lane_heads), dtype=torch.float32, device=device)
+        for count, s_q in zip(itertools.cycle(heads), rows, strict=False):
+            out = empty((s_q, count, D_V), dtype=torch.bfloat16, device=device)
+            max_logits = empty((s_q, count), dtype=torch.float32, device=device)
+            lse = empty((s_q, count), dtype=torch.float32, device=device)
             out = max_logits = lse = None  # noqa: F841
 
     def keep(rows: Sequence[int]) -> None:
@@ -160,23 +126,12 @@ def slice_loop(h_q: int, max_rows: int, device: torch.device) -> Loop:
     return drop
 
 
-def check_results(pool: OutputPool, specs: Sequence[OutputSpec], rows: int, like: torch.Tensor, hold: int) -> None:
-    """Results held together share no byte: the last row of each keeps what was written to it."""
-    results = [pool.acquire(spec, rows=rows, like=like) for spec in specs for _ in range(hold + 1)]
-    tensors = [tensor for result in results for tensor in result]
-    for number, tensor in enumerate(tensors):
-        tensor[-1].fill_(number)
-    for number, tensor in enumerate(tensors):
-        if not bool((tensor[-1] == number).all()):
-            raise AssertionError(f"expected {number} in tensor {number}, got {tensor[-1].flatten()[0].item()}")
-
-
 def run(device: torch.device, workloads: Sequence[Workload], heads: int = HEADS) -> dict[str, dict[str, float]]:
     """Median microseconds per call, by workload and contender."""
     figures = {}
     for workload in workloads:
         with OutputPool() as pool:
-            case = make_case(workload, device, pool, heads)
+            case = acquire_case(workload, device, pool, heads)
             time_loops(case.loops, case.warm, device)
             figures[workload.name] = median_us(time_loops(case.loops, case.timed, device))
             del case
@@ -239,12 +194,12 @@ def print_figures(figures: dict[str, dict[str, float]], judged: Sequence[dict[st
 
 
 @pytest.mark.parametrize("contender", CONTENDERS)
-@pytest.mark.parametrize("name", ["constant", "unseen", "trace", "two-lanes", "held-1", "held-4"])
+@pytest.mark.parametrize("name", WORKLOADS)
 def test_acquire(benchmark, device, name, contender):
     rows = ROWS.get(device.type, 4096)
     workload = next(each for each in make_workloads(rows) if each.name == name)
     with OutputPool() as pool:
-        case = make_case(workload, device, pool)
+        case = acquire_case(workload, device, pool)
         if contender not in case.loops:
             pytest.skip(f"{contender}: not comparable when results are held or lanes take turns")
         parts = iter(case.warm + case.timed)
