@@ -140,12 +140,13 @@ def test_table_on_a_terminal(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "100")
-    print_sections("title", [(("time", "a"), [["x", "1.5"]]), (("bytes", "a", "b"), [["y", "[2]", "3"]]), (("note",), ())])
+    print_sections("title", [(("time", "a"), [["x", "1.5"]]), (("bytes", "a", "b"), [["y", "[2]", "3"]])], ["[a] note"])
     out = capsys.readouterr().out
     assert "title" in out
-    for cell in ("time", "1.5", "bytes", "[2]", "note"):
+    for cell in ("time", "1.5", "bytes", "[2]"):
         assert cell in out
-    assert out.count("├") == 2
+    assert out.count("├") == 1
+    assert out.splitlines()[-1] == "[a] note"
 
 
 def test_a_pool_that_overwrites_is_found(bench_json, monkeypatch):

@@ -135,7 +135,7 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(figures))
     else:
-        print_sections(_title(figures), _sections(figures))
+        print_sections(_title(figures), _sections(figures), _notes(figures))
     faults = _faults(figures)
     for fault in faults[:1]:
         print(f"bufpool bench: {fault}", file=sys.stderr)
@@ -376,10 +376,14 @@ def _sections(figures: Mapping[str, Any]) -> list[Section]:
         ]
         heads = ("d_qk, h_q, topk, s_kv", "device ms", "TFLOP/s", f"FP8 GEMM {GEMM_SIZE}^3", "of GEMM", "error of out")
         sections.append((heads, rows))
+    return sections
+
+
+def _notes(figures: Mapping[str, Any]) -> list[str]:
     notes = [f"not measured: {name}: {reason}" for name, reason in figures["skipped"].items()]
-    if any(not facts["correct"]["grow_only"] for facts in workloads.values()):
+    if any(not facts["correct"]["grow_only"] for facts in figures["workloads"].values()):
         notes.insert(0, "* overwrites results that are still held or in use on another stream")
-    return [*sections, *(((note,), ()) for note in notes)]
+    return notes
 
 
 def _plot(folder: str, figures: Mapping[str, Any], curves: Mapping[str, Mapping[str, Sequence[int]]]) -> None:

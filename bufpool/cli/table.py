@@ -33,8 +33,11 @@ def print_table(title: str, facts: Sequence[tuple[str, str]]) -> None:
         print(f"  {name:<{width}}  {value}")
 
 
-def print_sections(title: str, sections: Sequence[Section]) -> None:
-    """Print one table of several sections, each with its own heads; the first column is text, the others are numbers."""
+def print_sections(title: str, sections: Sequence[Section], notes: Sequence[str] = ()) -> None:
+    """Print one table of several sections, each with its own heads, and notes below.
+
+    The first column is text, the others are numbers.
+    """
     columns = max(len(heads) for heads, _ in sections)
     if sys.stdout.isatty():
         try:
@@ -53,16 +56,19 @@ def print_sections(title: str, sections: Sequence[Section]) -> None:
                 for row in rows:
                     table.add_row(*(rich.markup.escape(cell) for cell in row))
                 table.add_section()
-            rich.console.Console().print(table)
+            console = rich.console.Console()
+            console.print(table)
+            for note in notes:
+                console.print(rich.markup.escape(note), highlight=False)
             return
     lines = [line for heads, rows in sections for line in (heads, *rows)]
-    # A line of one cell is a sentence, wider than any column.
-    widths = [max(len(line[n]) for line in lines if len(line) > max(n, 1)) for n in range(columns)]
+    widths = [max(len(line[n]) for line in lines if len(line) > n) for n in range(columns)]
     print(title)
-    for heads, rows in sections:
-        for line in (heads, *rows):
-            cells = [f"{cell:>{widths[n]}}" if n else f"{cell:<{widths[n]}}" for n, cell in enumerate(line)]
-            print(("  " + "  ".join(cells)).rstrip())
+    for line in lines:
+        cells = [f"{cell:>{widths[n]}}" if n else f"{cell:<{widths[n]}}" for n, cell in enumerate(line)]
+        print(("  " + "  ".join(cells)).rstrip())
+    for note in notes:
+        print(f"  {note}")
 
 
 def bytes_text(count: int) -> str:
