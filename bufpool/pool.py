@@ -599,8 +599,8 @@ class OutputPool:
         """Give back memory above the rows in use; addresses stay. Returns bytes given back.
 
         A slot keeps the rows of the result that somebody holds, and all that a graph contains. Lanes that nobody used
-        since the last ``trim`` are dropped together with their addresses: lanes of streams that are gone go this way. A pool
-        that sleeps holds nothing to give back.
+        since the last ``trim`` are dropped together with their addresses: lanes of streams that are gone go this way. A
+        pool that sleeps holds nothing to give back.
 
         Raises:
             CaptureError: something captures.
