@@ -247,6 +247,13 @@ __device__ __forceinline__ void wgmma_accumulate(float (&d)[32], const u32 (&a)[
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// D += A B, the same shapes; A from shared memory too, K-major.
+__device__ __forceinline__ void wgmma_accumulate_shared(float (&d)[32], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 " ACCUMULATOR_32 ", %32, %33, 1, 1, 1;\n"
+                 : OPERANDS_32("+f", d)
+                 : "l"(a), "l"(b));
+}
+
 #undef ACCUMULATOR_32
 #undef OPERANDS_32
 

@@ -10,6 +10,7 @@ namespace sparse_mla {
 constexpr int D_V = 512;          // columns of V: the first of a KV row
 constexpr int HEADS = 64;         // heads of one item: the M of scores, the N of O^T
 constexpr int BLOCK_TOKENS = 64;  // tokens of one block: the N of scores, the K of O^T
+constexpr int PAIR_TOKENS = 2 * BLOCK_TOKENS;
 
 constexpr int WARP_THREADS = 32;
 constexpr int GROUP_WARPS = 4;
@@ -20,9 +21,9 @@ constexpr int ACCUMULATORS = 2;
 constexpr int LOADER = 3;
 constexpr int THREADS = 4 * GROUP_THREADS;
 
-constexpr int SCORER_REGISTERS = 144;
+constexpr int SCORER_REGISTERS = 136;
 constexpr int ACCUMULATOR_REGISTERS = 168;
-constexpr int LOADER_REGISTERS = 32;
+constexpr int LOADER_REGISTERS = 40;
 constexpr int SM_REGISTERS = 65536;
 static_assert(GROUP_THREADS * (SCORER_REGISTERS + ACCUMULATORS * ACCUMULATOR_REGISTERS + LOADER_REGISTERS) <= SM_REGISTERS,
               "roles: more registers than an SM has");
@@ -32,7 +33,12 @@ static_assert(GROUP_THREADS * (SCORER_REGISTERS + ACCUMULATORS * ACCUMULATOR_REG
 constexpr u32 ARRIVING_LANES = BUFPOOL_ARRIVING_LANES;
 constexpr u32 GROUP_ARRIVALS = GROUP_WARPS * ARRIVING_LANES;
 
-constexpr int STAGES = 4;  // blocks between the loader's gather and the accumulators' last read
+constexpr int STAGES = 4;          // blocks between the loader's gather and the accumulators' last read
+constexpr int SLOTS = STAGES / 2;  // pairs of blocks: stages 2 slot and 2 slot + 1
+
+// k-steps of Q that the scorer keeps in registers: as many as fit beside the scores of a pair; it reads the others from
+// shared memory for every block.
+constexpr int Q_REGISTER_STEPS = 11;
 
 // The epilogue of an accumulator warp goes through shared memory, eight heads of its 64 columns at a time. A row's 16
 // bytes of padding put the four heads that a store instruction writes into different banks.
@@ -53,16 +59,18 @@ constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 
 // ------------------------------------------------------------------------------------------------------------ barriers
 //
-// n counts the blocks of a CTA, t its items. The stage of block n is n % 4, its phase n / 4; "warps" arrive by one lane.
+// n counts the blocks of a CTA, m = n / 2 their pairs, t its items. The stage of block n is n % 4, its phase n / 4; the
+// slot of pair m is m % 2, its phase m / 2. "Warps" arrive by one lane.
 //
 // | barrier        | arrivals              | who arrives  | who waits    | meaning                                       |
 // |----------------|-----------------------|--------------|--------------|-----------------------------------------------|
 // | query_full     | 128 threads           | loader       | scorer       | Q of item t is in shared memory               |
-// | query_empty    | 4 warps               | scorer       | loader       | Q of item t is in registers                   |
+// | query_empty    | 4 warps               | scorer       | loader       | the last QK of item t is done                 |
 // | key_full[n]    | 128 threads + 4 warps | loader       | scorer       | K of block n and its valid places are there   |
-// | factor_full[n] | 4 warps               | scorer       | accumulators | factors and flags of block n are there        |
-// | p_full[n]      | 4 warps               | scorer       | accumulators | P of n may be used; if n ends an item, scale  |
-// | stage_empty[n] | 8 warps               | accumulators | loader       | PV of n done: all of stage n % 4 is free      |
+// | factor_full[m] | 4 warps               | scorer       | accumulators | factors and flags of pair m are there         |
+// | p_full[m]      | 4 warps               | scorer       | accumulators | P of m may be used; if m ends an item, scale  |
+// | stage_empty[n] | 8 warps               | accumulators | loader       | PV of n done; for odd n also with factors,    |
+// |                |                       |              |              | flags and scale of its pair                   |
 //
 // The *_full barriers start incomplete; the *_empty ones are first waited for with the parity of a completed phase.
 
@@ -76,15 +84,15 @@ struct alignas(1024) SharedPlan {
     u8 queries[STAGE_BYTES];
     u8 p[STAGES][HEADS * BLOCK_TOKENS];
     u8 staging[ACCUMULATORS * GROUP_WARPS][2][STAGED_HEADS][STAGED_ROW_BYTES];
-    float factor[STAGES][HEADS];     // 2^(old reference - new reference)
-    float scale[STAGES][HEADS];      // kv_scale / denominator, of the item that block n ends
+    float factor[SLOTS][HEADS];      // 2^(old reference - new reference)
+    float scale[SLOTS][HEADS];       // kv_scale / denominator, of the item that pair m ends
     u16 valid[STAGES][GROUP_WARPS];  // one bit for each place of the block that holds a row of kv
-    u8 raised[STAGES][GROUP_WARPS];  // bit 0, 1: heads 16w..16w+7, 16w+8..16w+15 have a factor below 1
+    u8 raised[SLOTS][GROUP_WARPS];   // bit 0, 1: heads 16w..16w+7, 16w+8..16w+15 have a factor below 1
     u64 query_full;
     u64 query_empty;
     u64 key_full[STAGES];
-    u64 factor_full[STAGES];
-    u64 p_full[STAGES];
+    u64 factor_full[SLOTS];
+    u64 p_full[SLOTS];
     u64 stage_empty[STAGES];
 };
 

@@ -8,27 +8,29 @@
 // lse +inf. Shapes and strides: Params in sparse_mla_plan.cuh.
 //
 // Grid: min(items, SMs) CTAs of 512 threads, one per SM. An item is (query, 64 heads); CTA b does items b, b + grid, ...
-// A block is 64 places of an item; n counts the blocks of a CTA over all its items. Data go one way:
+// A block is 64 places of an item, a pair two blocks; an item is whole pairs, padded with empty places. n counts the blocks
+// of a CTA over all its items, m the pairs. Data go one way:
 //
-// | role        | warpgroups | registers | work per block                                                        |
-// |-------------|------------|-----------|-----------------------------------------------------------------------|
-// | loader      | 3          | 32        | gather 64 rows of kv into a key stage; once an item, its Q            |
-// | scorer      | 0          | 144       | S = Q K^T with Q in registers; maximum, factors; P = 2^(s - reference) |
-// | accumulator | 1, 2       | 168       | O^T[256 of d_v, 64 heads] += V^T P^T, V^T out of the key stage; out    |
+// | role        | warpgroups | registers | work                                                                       |
+// |-------------|------------|-----------|----------------------------------------------------------------------------|
+// | loader      | 3          | 40        | gather 64 rows of kv into a key stage; once an item, its Q                 |
+// | scorer      | 0          | 136       | S = Q K^T of a pair, Q mostly in registers; maximum, factors;              |
+// |             |            |           | P = 2^(s - reference)                                                      |
+// | accumulator | 1, 2       | 168       | O^T[256 of d_v, 64 heads] += V^T P^T of a pair, V^T out of its stages; out |
 //
-//   loader        | gather n + 3 ............................. | gather n + 4 ......................
-//   scorer        | QK(n + 1) ........ | softmax(n + 1) ...... | QK(n + 2) ........ | softmax(n + 2) ...
-//   accumulators    fragments, rescale | PV(n) ...............   fragments, rescale | PV(n + 1) .....
+//   loader        | gather of m + 1, as PV(m - 1) leaves its stages .........................
+//   scorer        | QK(m), both blocks ........ | softmax(m) ......................... | QK(m + 1) ...
+//   accumulators    fragments, rescale .... | PV(m - 1) ......................  fragments, rescale | PV(m)
 //
-// The tensor cores take turns: P of n is released only when QK of n + 1 has completed, so PV(n) runs beside softmax(n + 1)
+// The tensor cores take turns: P of m is released only when QK of m + 1 is nearly done, so PV(m) runs beside softmax(m + 1)
 // and does not delay the scores that everything waits for.
 //
 // Invariants
-//   1. The scorer alone owns maximum and reference; P(n), the factors of n and O^T after PV(n) are in the same frame.
-//   2. All that is handed over for block n lives in stage n % 4, from the loader's gather to the accumulators' last read.
+//   1. The scorer alone owns maximum and reference; P(m), the factors of m and O^T after PV(m) are in the same frame.
+//   2. What is handed over for block n lives in stage n % 4, for pair m in slot m % 2, until the accumulators' last read.
 //   3. An empty place is zero-filled, never multiplied: NaN in rows nobody selects cannot reach a result.
-//   4. wgmma reads what cp.async and stmatrix wrote only behind a fence.proxy.async: one by the scorer beside QK(n), which
-//      covers P(n - 1) and K(n + 1), and one where K(n + 1) came too late for it.
+//   4. wgmma reads what cp.async and stmatrix wrote only behind a fence.proxy.async: the scorer's before QK of a block
+//      covers its K; that before the first block of m also covers P(m - 1) and, when m begins an item, Q.
 //   5. Nothing depends on which CTA has an item, or on what that CTA did before.
 #include "sparse_mla_plan.cuh"
 
@@ -106,18 +108,19 @@ struct Item {
 
     __device__ __forceinline__ bool is_active(const Params& params) const { return index < params.items; }
 
-    // Blocks of the item; one without places still takes one empty block.
-    __device__ __forceinline__ int blocks() const { return max((length + BLOCK_TOKENS - 1) / BLOCK_TOKENS, 1); }
+    // Pairs of blocks of the item; one without places still takes one empty pair.
+    __device__ __forceinline__ int pairs() const { return max((length + PAIR_TOKENS - 1) / PAIR_TOKENS, 1); }
 };
 
-// The stage and phase of the next block.
-struct Pipeline {
-    u32 stage = 0;
+// The place in a ring of SIZE, and the phase, of the next block or pair.
+template <u32 SIZE>
+struct Ring {
+    u32 at = 0;
     u32 phase = 0;
 
     __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
+        if (++at == SIZE) {
+            at = 0;
             phase ^= 1;
         }
     }
@@ -211,7 +214,7 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
     // The shuffle makes the address opaque: ptxas must not split it in a per-thread and a uniform part (ptx::cp_async_16).
     u32 destination = __shfl_sync(~0u, shared_address(shared.keys) + copy.wide_offset, lane);
 
-    Pipeline pipeline;
+    Ring<STAGES> stage;
     Item item(params);
     const int my_place = 16 * warp + lane % 16;
     int places_left = item.length;
@@ -219,7 +222,7 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
     int index = item.is_active(params) && my_place < places_left ? __ldg(indices + my_place) : -1;
     bool is_new = true;
     for (u32 query_phase = 0; item.is_active(params);) {
-        // Fetch Q of a new item, once the scorer has the last one in registers.
+        // Fetch Q of a new item, once the scorer is done with the last one.
         if (is_new) {
             wait(shared.query_empty, query_phase ^ 1);
             fetch_queries<D_QK>(params, item, warp, copy, shared_address(shared.queries));
@@ -227,9 +230,9 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
             query_phase ^= 1;
         }
 
-        // Read the indices of the next block during this one.
+        // Read the indices of the next block during this one. An item begins in an even stage and ends in an odd one.
         const int token = static_cast<u32>(index) < static_cast<u32>(params.s_kv) ? index : -1;
-        is_new = places_left <= BLOCK_TOKENS;
+        is_new = places_left <= BLOCK_TOKENS && stage.at % 2 != 0;
         if (is_new) {
             item.advance(params);
             places_left = item.is_active(params) ? item.length : 0;
@@ -242,57 +245,65 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
 
         // Gather K of this block, once the accumulators have left the stage.
         const u32 valid = __ballot_sync(~0u, token >= 0);
-        wait(shared.stage_empty[pipeline.stage], pipeline.phase ^ 1);
+        wait(shared.stage_empty[stage.at], stage.phase ^ 1);
         if (lane == 0) {
-            shared.valid[pipeline.stage][warp] = static_cast<u16>(valid);
-            ptx::mbarrier_arrive(shared_address(&shared.key_full[pipeline.stage]));
+            shared.valid[stage.at][warp] = static_cast<u16>(valid);
+            ptx::mbarrier_arrive(shared_address(&shared.key_full[stage.at]));
         }
         gather_keys<D_QK>(params, token, copy, destination, policy);
-        ptx::cp_async_mbarrier_arrive(shared_address(&shared.key_full[pipeline.stage]));
-        pipeline.advance();
-        destination = pipeline.stage != 0 ? destination + SharedPlan<D_QK>::STAGE_BYTES
-                                          : destination - (STAGES - 1) * SharedPlan<D_QK>::STAGE_BYTES;
+        ptx::cp_async_mbarrier_arrive(shared_address(&shared.key_full[stage.at]));
+        stage.advance();
+        destination = stage.at != 0 ? destination + SharedPlan<D_QK>::STAGE_BYTES
+                                    : destination - (STAGES - 1) * SharedPlan<D_QK>::STAGE_BYTES;
     }
     ptx::cp_async_wait_all();
 }
 
 // -------------------------------------------------------------------------------------------------------------- scorer
 
-// Load Q as wgmma's operand A: the warp's 16 heads, all of d_qk.
-template <int D_QK>
-__device__ __forceinline__ void load_queries(u32 (&queries)[layout::Stage<D_QK>::K_STEPS][4], u32 stage, u32 warp,
-                                             u32 lane) {
-    using Stage = layout::Stage<D_QK>;
-    const u32 row = 16 * warp + lane % 16, half = lane / 16;
-    const u32 wide = stage + layout::wide_offset(row, half);
-    const u32 tail = stage + Stage::TAIL_OFFSET + layout::narrow_offset(row, half);
+// Load Q's first k-steps as wgmma's operand A: the warp's 16 heads.
+__device__ __forceinline__ void load_queries(u32 (&queries)[Q_REGISTER_STEPS][4], u32 stage, u32 warp, u32 lane) {
+    const u32 wide = stage + layout::wide_offset(16 * warp + lane % 16, lane / 16);
 #pragma unroll
-    for (int step = 0; step < Stage::K_STEPS; ++step) {
-        if (step < Stage::WIDE_K_STEPS)
-            ptx::ldmatrix_x4(queries[step],
-                             (wide ^ (step % 4 * layout::K_STEP_BYTES)) + step / 4 * layout::WIDE_TILE_BYTES);
-        else
-            ptx::ldmatrix_x4(queries[step], tail ^ ((step - Stage::WIDE_K_STEPS) * layout::K_STEP_BYTES));
-    }
+    for (int step = 0; step < Q_REGISTER_STEPS; ++step)
+        ptx::ldmatrix_x4(queries[step], (wide ^ (step % 4 * layout::K_STEP_BYTES)) + step / 4 * layout::WIDE_TILE_BYTES);
 #pragma unroll
-    for (int step = 0; step < Stage::K_STEPS; ++step) hold(queries[step]);
+    for (int step = 0; step < Q_REGISTER_STEPS; ++step) hold(queries[step]);
 }
 
-// Issue S = Q K^T: 64 heads x 64 tokens. Row r of a thread's fragment is head 16w + l / 4 + 8 r. `wide` and `tail` are
-// the descriptors of the key stage.
+// Descriptors of a stage of K or Q.
+struct StageDescriptors {
+    u64 wide;
+    u64 tail;
+
+    template <int D_QK>
+    __device__ __forceinline__ u64 step(int step) const {
+        using Stage = layout::Stage<D_QK>;
+        return step < Stage::WIDE_K_STEPS
+                   ? wide + layout::descriptor_step(Stage::wide_step_offset(step))
+                   : tail + layout::descriptor_step((step - Stage::WIDE_K_STEPS) * layout::K_STEP_BYTES);
+    }
+};
+
+// Issue S = Q K^T of a block: 64 heads x 64 tokens. Row r of a thread's fragment is head 16w + l / 4 + 8 r.
 template <int D_QK>
-__device__ __forceinline__ void start_scores(float (&scores)[32], const u32 (&queries)[layout::Stage<D_QK>::K_STEPS][4],
-                                             u64 wide, u64 tail) {
-    using Stage = layout::Stage<D_QK>;
+__device__ __forceinline__ void start_scores(float (&scores)[32], const u32 (&queries)[Q_REGISTER_STEPS][4],
+                                             const StageDescriptors& q, const StageDescriptors& k) {
     ptx::wgmma_fence();
-    ptx::wgmma_overwrite(scores, queries[0], wide);
+    ptx::wgmma_overwrite(scores, queries[0], k.step<D_QK>(0));
 #pragma unroll
-    for (int step = 1; step < Stage::K_STEPS; ++step)
-        ptx::wgmma_accumulate(scores, queries[step],
-                              step < Stage::WIDE_K_STEPS
-                                  ? wide + layout::descriptor_step(Stage::wide_step_offset(step))
-                                  : tail + layout::descriptor_step((step - Stage::WIDE_K_STEPS) * layout::K_STEP_BYTES));
+    for (int step = 1; step < layout::Stage<D_QK>::K_STEPS; ++step) {
+        if (step < Q_REGISTER_STEPS)
+            ptx::wgmma_accumulate(scores, queries[step], k.step<D_QK>(step));
+        else
+            ptx::wgmma_accumulate_shared(scores, q.step<D_QK>(step), k.step<D_QK>(step));
+    }
     ptx::wgmma_commit();
+}
+
+__device__ __forceinline__ void negate(float (&scores)[32]) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) scores[i] = -scores[i];
 }
 
 // Set the scores of empty places to -inf.
@@ -304,7 +315,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[32], u64 valid, u32 
         if (!((mine >> (i / 4 * 8 + i % 2)) & 1)) scores[i] = -infinite();
 }
 
-// Largest score of each of the thread's two rows, over the four lanes that share them.
+// Largest score of each of the thread's two rows.
 __device__ __forceinline__ void row_maxima(const float (&scores)[32], float (&maxima)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -315,6 +326,10 @@ __device__ __forceinline__ void row_maxima(const float (&scores)[32], float (&ma
                             fmaxf(scores[8 * j + 4 + 2 * r], scores[8 * j + 4 + 2 * r + 1]));
         maxima[r] = fmaxf(fmaxf(four[0], four[1]), fmaxf(four[2], four[3]));
     }
+}
+
+// The same over the four lanes that share the rows.
+__device__ __forceinline__ void share_maxima(float (&maxima)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) maxima[r] = fmaxf(maxima[r], __shfl_xor_sync(~0u, maxima[r], 1));
 #pragma unroll
@@ -328,10 +343,10 @@ struct Rows {
     float sum[2] = {0.0f, 0.0f};  // of this lane's places
 };
 
-// Raise the references that fell behind, and publish factors and flags of the block.
+// Raise the references that fell behind, and publish factors and flags of the pair.
 template <int D_QK>
 __device__ __forceinline__ void raise_references(SharedPlan<D_QK>& shared, Rows& rows, const float (&maxima_log2)[2],
-                                                 u32 stage, u32 warp, u32 lane) {
+                                                 u32 slot, u32 warp, u32 lane) {
     u32 raised = 0;
     float factor[2];
 #pragma unroll
@@ -345,11 +360,11 @@ __device__ __forceinline__ void raise_references(SharedPlan<D_QK>& shared, Rows&
         if (__any_sync(~0u, rises)) raised |= 1u << r;
     }
     if (lane % 4 == 0) {
-        shared.factor[stage][16 * warp + lane / 4] = factor[0];
-        shared.factor[stage][16 * warp + lane / 4 + 8] = factor[1];
+        shared.factor[slot][16 * warp + lane / 4] = factor[0];
+        shared.factor[slot][16 * warp + lane / 4 + 8] = factor[1];
     }
-    if (lane == 0) shared.raised[stage][warp] = static_cast<u8>(raised);
-    arrive(shared.factor_full[stage], lane);
+    if (lane == 0) shared.raised[slot][warp] = static_cast<u8>(raised);
+    arrive(shared.factor_full[slot], lane);
 }
 
 // Turn scores into P (e4m3) in shared memory and add them up.
@@ -377,7 +392,7 @@ __device__ __forceinline__ void write_p(const float (&scores)[32], Rows& rows, f
 // Write max_logits and lse of the item, and the scale of its out for the accumulators.
 template <int D_QK>
 __device__ __forceinline__ void finish_item(const Params& params, SharedPlan<D_QK>& shared, Rows& rows, const Item& item,
-                                            u32 stage, u32 warp, u32 lane) {
+                                            u32 slot, u32 warp, u32 lane) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         rows.sum[r] += __shfl_xor_sync(~0u, rows.sum[r], 1);
@@ -394,7 +409,7 @@ __device__ __forceinline__ void finish_item(const Params& params, SharedPlan<D_Q
         float denominator = sum;
         if (params.attn_sink && is_inside)
             denominator += ptx::ex2(__ldg(params.attn_sink + head) * LOG2_E - rows.reference_log2[r]);
-        shared.scale[stage][row] = is_empty ? 0.0f : __fdividef(kv_scale, denominator);
+        shared.scale[slot][row] = is_empty ? 0.0f : __fdividef(kv_scale, denominator);
         if (is_inside) {
             const i64 at = static_cast<i64>(item.query) * params.h_q + head;
             params.max_logits[at] = is_nan ? sum : rows.maximum_log2[r] * LN_2;
@@ -418,67 +433,76 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
     const u64 first_wide = layout::descriptor(shared_address(shared.keys), layout::SWIZZLE_128_BYTES);
     const u64 first_tail =
         layout::descriptor(shared_address(shared.keys) + layout::Stage<D_QK>::TAIL_OFFSET, layout::SWIZZLE_64_BYTES);
+    const StageDescriptors q{
+        layout::descriptor(shared_address(shared.queries), layout::SWIZZLE_128_BYTES),
+        layout::descriptor(shared_address(shared.queries) + layout::Stage<D_QK>::TAIL_OFFSET, layout::SWIZZLE_64_BYTES)};
+    constexpr u64 STAGE_STEP = layout::descriptor_step(SharedPlan<D_QK>::STAGE_BYTES);
 
-    u32 queries[layout::Stage<D_QK>::K_STEPS][4];
-    float scores[32];
-    Pipeline pipeline;
+    u32 queries[Q_REGISTER_STEPS][4];
+    float scores[2][32];
+    Ring<SLOTS> ring;
     u32 turn = 0;
-    u64 wide = first_wide, tail = first_tail;
-    u32 unreleased = STAGES;  // stage of the P that waits for the next QK; STAGES for none
-    bool is_key_there = false;
+    StageDescriptors k{first_wide, first_tail};
+    u32 unreleased = SLOTS;  // slot of the P that waits for the next QK; SLOTS for none
     for (Item item(params); item.is_active(params); item.advance(params), ++turn) {
-        int blocks_left = item.blocks();
-
-        // Take Q into registers; a negative scale flips its signs, so that the maximum is a maximum.
+        int pairs_left = item.pairs();
         wait(shared.query_full, turn);
-        load_queries<D_QK>(queries, shared_address(shared.queries), warp, lane);
-        arrive(shared.query_empty, lane);
-        if (signed_scale < 0.0f) {
-#pragma unroll
-            for (int step = 0; step < layout::Stage<D_QK>::K_STEPS; ++step)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) queries[step][i] ^= 0x80808080;
-        }
+        load_queries(queries, shared_address(shared.queries), warp, lane);
 
         Rows rows;
-        u32 stage;
+        u32 slot;
 #pragma unroll 1
         do {
-            stage = pipeline.stage;
+            slot = ring.at;
 
-            // Start QK.
-            if (!is_key_there) {
-                wait(shared.key_full[stage], pipeline.phase);
-                ptx::fence_proxy_async_shared();
-            }
-            const u64 valid = *reinterpret_cast<const volatile u64*>(shared.valid[stage]);
-            start_scores<D_QK>(scores, queries, wide, tail);
-
-            // Beside it: prepare the next one, and fence its K together with P of the last block.
-            pipeline.advance();
-            wide = first_wide + layout::descriptor_step(pipeline.stage * SharedPlan<D_QK>::STAGE_BYTES);
-            tail = first_tail + layout::descriptor_step(pipeline.stage * SharedPlan<D_QK>::STAGE_BYTES);
-            ptx::hold(wide);
-            ptx::hold(tail);
-            is_key_there = ptx::mbarrier_test_wait(shared_address(&shared.key_full[pipeline.stage]), pipeline.phase);
+            // Start QK of both blocks.
+            wait(shared.key_full[2 * slot], ring.phase);
             ptx::fence_proxy_async_shared();
+            start_scores<D_QK>(scores[0], queries, q, k);
+            wait(shared.key_full[2 * slot + 1], ring.phase);
+            ptx::fence_proxy_async_shared();
+            const u64 valid_first = *reinterpret_cast<const volatile u64*>(shared.valid[2 * slot]);
+            const u64 valid_second = *reinterpret_cast<const volatile u64*>(shared.valid[2 * slot + 1]);
+            start_scores<D_QK>(scores[1], queries, q, {k.wide + STAGE_STEP, k.tail + STAGE_STEP});
+
+            // Prepare the next one.
+            ring.advance();
+            k.wide = first_wide + 2 * STAGE_STEP * ring.at;
+            k.tail = first_tail + 2 * STAGE_STEP * ring.at;
+            ptx::hold(k.wide);
+            ptx::hold(k.tail);
+
+            // Maxima of the first block beside QK of the second. A negative scale flips signs, so that the maximum is one.
+            ptx::wgmma_wait<1>();
+            hold(scores[0]);
+            if (unreleased < SLOTS) arrive(shared.p_full[unreleased], lane);
+            if (signed_scale < 0.0f) negate(scores[0]);
+            mask_scores(scores[0], valid_first, lane);
+            float maxima_log2[2], second[2];
+            row_maxima(scores[0], maxima_log2);
             ptx::wgmma_wait<0>();
-            hold(scores);
-            if (unreleased < STAGES) arrive(shared.p_full[unreleased], lane);
+            hold(scores[1]);
+            if (pairs_left == 1) arrive(shared.query_empty, lane);
+            if (signed_scale < 0.0f) negate(scores[1]);
+            mask_scores(scores[1], valid_second, lane);
+            row_maxima(scores[1], second);
 
             // Softmax.
-            mask_scores(scores, valid, lane);
-            float maxima_log2[2];
-            row_maxima(scores, maxima_log2);
+            maxima_log2[0] = fmaxf(maxima_log2[0], second[0]);
+            maxima_log2[1] = fmaxf(maxima_log2[1], second[1]);
+            share_maxima(maxima_log2);
             maxima_log2[0] *= scale_log2;
             maxima_log2[1] *= scale_log2;
-            raise_references(shared, rows, maxima_log2, stage, warp, lane);
-            write_p(scores, rows, scale_log2, p_low + stage * sizeof(shared.p[0]), p_high + stage * sizeof(shared.p[0]));
-            unreleased = stage;
-        } while (--blocks_left != 0);
-        finish_item(params, shared, rows, item, stage, warp, lane);
+            raise_references(shared, rows, maxima_log2, slot, warp, lane);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                write_p(scores[half], rows, scale_log2, p_low + (2 * slot + half) * sizeof(shared.p[0]),
+                        p_high + (2 * slot + half) * sizeof(shared.p[0]));
+            unreleased = slot;
+        } while (--pairs_left != 0);
+        finish_item(params, shared, rows, item, slot, warp, lane);
     }
-    if (unreleased < STAGES) {
+    if (unreleased < SLOTS) {
         ptx::fence_proxy_async_shared();
         arrive(shared.p_full[unreleased], lane);
     }
@@ -490,7 +514,7 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
 // j = 0, 1 is head 8i + 2c + j, column 16m + 2r; with j = 2, 3 head 8i + 2c + j - 2, column 16m + 2r + 1.
 
 constexpr int M_TILES = D_V / ACCUMULATORS / 64;
-constexpr int PV_STEPS = M_TILES * (BLOCK_TOKENS / 32);  // step u: m-tile u % 4, tokens 32 (u / 4) and on
+constexpr int PV_STEPS = M_TILES * (BLOCK_TOKENS / 32);  // of a block. Step u: m-tile u % 4, tokens 32 (u / 4) and on
 constexpr int FRAGMENTS = 2;                             // V^T fragments in flight
 
 __device__ __forceinline__ void hold(float (&output)[M_TILES][32]) {
@@ -509,21 +533,23 @@ __device__ __forceinline__ void scale_pair(float (&output)[M_TILES][32], int i, 
     }
 }
 
-// Rescale the heads whose reference rose with this block.
+// Rescale the heads whose reference rose with this pair.
 template <int D_QK>
-__device__ __forceinline__ void rescale(const SharedPlan<D_QK>& shared, float (&output)[M_TILES][32], u32 stage) {
-    const u32 raised = *reinterpret_cast<const volatile u32*>(shared.raised[stage]);
+__device__ __forceinline__ void rescale(const SharedPlan<D_QK>& shared, float (&output)[M_TILES][32], u32 slot) {
+    const u32 raised = *reinterpret_cast<const volatile u32*>(shared.raised[slot]);
     if (raised == 0) return;
     const u32 pair = ptx::tid_x() % 4;
 #pragma unroll
     for (int i = 0; i < 8; ++i)
         if (raised & (1u << (i / 2 * 8 + i % 2)))
-            scale_pair(output, i, reinterpret_cast<const float2*>(shared.factor[stage])[4 * i + pair]);
+            scale_pair(output, i, reinterpret_cast<const float2*>(shared.factor[slot])[4 * i + pair]);
 }
 
-// Issue the load of the V^T fragment of PV step u; `values` is the lane's address of m-tile 0 in the key stage.
+// Issue the load of the V^T fragment of PV step u of a pair; `values` is the lane's address of m-tile 0 in its first stage.
+template <int D_QK>
 __device__ __forceinline__ void load_values(u32 (&raw)[4], u32 values, int u) {
-    ptx::ldmatrix_x4_trans(raw, (values + u / M_TILES * 32 * layout::WIDE_COLUMNS) ^ (u % M_TILES * 16));
+    ptx::ldmatrix_x4_trans(raw, (values ^ (u % M_TILES * 16)) + u / PV_STEPS * SharedPlan<D_QK>::STAGE_BYTES +
+                                    u % PV_STEPS / M_TILES * 32 * layout::WIDE_COLUMNS);
 }
 
 // Separate the two columns of each 16-bit piece.
@@ -564,21 +590,25 @@ __device__ __forceinline__ void store_output(const Params& params, u8 (&staging)
     }
 }
 
-// O^T += V^T P^T. `fragment` holds the first steps' V^T, `raw` the next one's.
+// O^T += V^T P^T of a pair. `fragment` holds the first steps' V^T, `raw` the next one's. Lets the first stage go on the
+// way: when step u starts, all steps up to u - FRAGMENTS are done.
+template <int D_QK>
 __device__ __forceinline__ void multiply_values(float (&output)[M_TILES][32], u32 (&fragment)[FRAGMENTS][4], u32 (&raw)[4],
-                                                u32 values, u64 p) {
+                                                u32 values, u64 p, const u64& first_empty) {
 #pragma unroll
-    for (int u = 0; u < PV_STEPS; ++u) {
+    for (int u = 0; u < 2 * PV_STEPS; ++u) {
         if (u >= FRAGMENTS) {
             ptx::wgmma_wait<FRAGMENTS - 1>();
             hold(fragment[u % FRAGMENTS]);
             make_fragment(fragment[u % FRAGMENTS], raw);
-            if (u + 1 < PV_STEPS) load_values(raw, values, u + 1);
+            if (u + 1 < 2 * PV_STEPS) load_values<D_QK>(raw, values, u + 1);
         }
         ptx::wgmma_fence();
         ptx::wgmma_accumulate(output[u % M_TILES], fragment[u % FRAGMENTS],
-                              p + layout::descriptor_step(u / M_TILES * layout::K_STEP_BYTES));
+                              p + layout::descriptor_step(u / PV_STEPS * HEADS * BLOCK_TOKENS +
+                                                          u % PV_STEPS / M_TILES * layout::K_STEP_BYTES));
         ptx::wgmma_commit();
+        if (u == PV_STEPS + FRAGMENTS - 1) arrive(first_empty, ptx::tid_x() % WARP_THREADS);
     }
     ptx::wgmma_wait<0>();
     hold(output);
@@ -599,9 +629,9 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
 
     float output[M_TILES][32];
     u32 fragment[FRAGMENTS][4], raw[4];
-    Pipeline pipeline;
+    Ring<SLOTS> ring;
     for (Item item(params); item.is_active(params); item.advance(params)) {
-        int blocks_left = item.blocks();
+        int pairs_left = item.pairs();
         bool is_first = true;
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
@@ -610,36 +640,36 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
         hold(output);
 #pragma unroll 1
         for (;;) {
-            const u32 stage = pipeline.stage, values = first_values + stage * SharedPlan<D_QK>::STAGE_BYTES;
-            u64 p = first_p + layout::descriptor_step(stage * sizeof(shared.p[0]));
+            const u32 slot = ring.at, values = first_values + 2 * slot * SharedPlan<D_QK>::STAGE_BYTES;
+            u64 p = first_p + layout::descriptor_step(2 * slot * sizeof(shared.p[0]));
             ptx::hold(p);
 
             // Load the first fragments and rescale while the scorer makes P.
-            wait(shared.factor_full[stage], pipeline.phase);
+            wait(shared.factor_full[slot], ring.phase);
 #pragma unroll
             for (int u = 0; u < FRAGMENTS; ++u) {
-                load_values(raw, values, u);
+                load_values<D_QK>(raw, values, u);
                 make_fragment(fragment[u], raw);
             }
-            load_values(raw, values, FRAGMENTS);
-            if (!is_first) rescale(shared, output, stage);
+            load_values<D_QK>(raw, values, FRAGMENTS);
+            if (!is_first) rescale(shared, output, slot);
             is_first = false;
 
-            wait(shared.p_full[stage], pipeline.phase);
+            wait(shared.p_full[slot], ring.phase);
             hold(output);
-            multiply_values(output, fragment, raw, values, p);
-            if (--blocks_left == 0) break;
-            arrive(shared.stage_empty[stage], ptx::tid_x() % WARP_THREADS);
-            pipeline.advance();
+            multiply_values<D_QK>(output, fragment, raw, values, p, shared.stage_empty[2 * slot]);
+            if (--pairs_left == 0) break;
+            arrive(shared.stage_empty[2 * slot + 1], ptx::tid_x() % WARP_THREADS);
+            ring.advance();
         }
 
         // Divide, let the stage go, write.
         const u32 pair = ptx::tid_x() % 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
-            scale_pair(output, i, reinterpret_cast<const float2*>(shared.scale[pipeline.stage])[4 * i + pair]);
-        arrive(shared.stage_empty[pipeline.stage], ptx::tid_x() % WARP_THREADS);
-        pipeline.advance();
+            scale_pair(output, i, reinterpret_cast<const float2*>(shared.scale[ring.at])[4 * i + pair]);
+        arrive(shared.stage_empty[2 * ring.at + 1], ptx::tid_x() % WARP_THREADS);
+        ring.advance();
         store_output(params, shared.staging[ptx::tid_x() / WARP_THREADS - FIRST_ACCUMULATOR * GROUP_WARPS], output, item);
     }
 }
@@ -653,9 +683,11 @@ __device__ __forceinline__ void set_up_barriers(SharedPlan<D_QK>& shared) {
         ptx::mbarrier_init(shared_address(&shared.query_empty), GROUP_ARRIVALS);
         for (int stage = 0; stage < STAGES; ++stage) {
             ptx::mbarrier_init(shared_address(&shared.key_full[stage]), GROUP_THREADS + GROUP_WARPS);
-            ptx::mbarrier_init(shared_address(&shared.factor_full[stage]), GROUP_ARRIVALS);
-            ptx::mbarrier_init(shared_address(&shared.p_full[stage]), GROUP_ARRIVALS);
             ptx::mbarrier_init(shared_address(&shared.stage_empty[stage]), ACCUMULATORS * GROUP_ARRIVALS);
+        }
+        for (int slot = 0; slot < SLOTS; ++slot) {
+            ptx::mbarrier_init(shared_address(&shared.factor_full[slot]), GROUP_ARRIVALS);
+            ptx::mbarrier_init(shared_address(&shared.p_full[slot]), GROUP_ARRIVALS);
         }
         ptx::fence_mbarrier_init();
     }

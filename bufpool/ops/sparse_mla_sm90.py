@@ -31,15 +31,17 @@ HEADS = 64
 MAX_PLANS = 256
 
 _STAGES = 4
+_SLOTS = 2
 
 
 def _shared_bytes(d_qk: int) -> int:
     """Size of ``SharedPlan<d_qk>``, which the kernel asserts against this figure."""
     rows = (_STAGES + 1) * 64 * d_qk
-    per_stage = HEADS * 64 + 2 * 4 * HEADS + 4 * 2 + 4
+    per_stage = HEADS * 64 + 4 * 2
+    per_slot = 2 * 4 * HEADS + 4
     staging = 8 * 2 * 8 * (64 * 2 + 16)
-    barriers = 8 * (2 + 4 * _STAGES)
-    return -(-(rows + _STAGES * per_stage + staging + barriers) // 1024) * 1024
+    barriers = 8 * (2 + 2 * _STAGES + 2 * _SLOTS)
+    return -(-(rows + _STAGES * per_stage + _SLOTS * per_slot + staging + barriers) // 1024) * 1024
 
 
 VARIANTS: dict[int, Source] = {
