@@ -44,6 +44,9 @@ class Handout(abc.ABC):
 
     __slots__ = ("capacity", "high_water_rows", "rows")
 
+    kind: str
+    """How ends are seen, for ``stats()``."""
+
     def __init__(self) -> None:
         self.capacity = 0
         """Rows that fit in mapped memory; the slot keeps it."""
@@ -158,6 +161,8 @@ class PostHandout(Handout):
 
     __slots__ = ("_block", "_dims", "_others", "_outputs_type", "_places", "_records", "_row_places", "_states")
 
+    kind = "post"
+
     def __init__(self, spec: OutputSpec, device: torch.device, addresses: tuple[int, ...]) -> None:
         super().__init__()
         count = len(spec)
@@ -212,13 +217,17 @@ class PostHandout(Handout):
         former = self.rows
         if rows > former:
             self.rows = rows
-        for state in self._others:
-            if states[state] == _LIVE:
-                self.rows = former
-                states[0] = _IDLE
-                return None
-        tensors = []
+        # An exception of a signal handler may come at every call and jump from here on: the claim is taken back, and no
+        # tensor stays in this frame, which the exception's traceback keeps.
+        tensors: list[torch.Tensor] = []
+        is_making = False
         try:
+            for state in self._others:
+                if states[state] == _LIVE:
+                    self.rows = former
+                    states[0] = _IDLE
+                    return None
+            is_making = True
             if rows != former:
                 self.rows = rows
                 if rows > self.high_water_rows:
@@ -230,13 +239,17 @@ class PostHandout(Handout):
                 states[state] = _LIVE
                 name[0] = _NAME
                 tensors.append(from_dlpack(capsule))
+            return tuple.__new__(self._outputs_type, tensors)
         except BaseException:
-            tensors.clear()  # their ends are posted; what is still marked live was never made
+            if not is_making:
+                self.rows = former
+                states[0] = _IDLE
+                raise
+            del tensors  # their ends are posted; what is still marked live was never made
             self.rows = 0  # the dims may be half written
             for _, _, state in self._places:
                 states[state] = _IDLE
             raise
-        return tuple.__new__(self._outputs_type, tensors)
 
     def is_live(self) -> bool:
         states = self._states
@@ -292,6 +305,8 @@ class OwnerHandout(Handout):
     """New tensors whose storage keeps an owner object; they live as long as it does."""
 
     __slots__ = ("_addresses", "_device", "_is_taking", "_owner", "_owners", "_spec")
+
+    kind = "owner"
 
     def __init__(self, spec: OutputSpec, device: torch.device, addresses: tuple[int, ...]) -> None:
         super().__init__()

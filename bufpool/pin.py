@@ -32,8 +32,7 @@ class Pin:
         try:
             retain_in_graph(graph, record, post)
         except DriverError:
-            host_memory.free(record)
-            return
+            return  # the record stays: the driver may still post into it
         self._record = record
         self._count = ctypes.c_uint32.from_address(record)
 

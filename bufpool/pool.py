@@ -18,6 +18,7 @@ Concurrency:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -46,16 +47,21 @@ from .torch_state import (
     has_no_memory,
     is_current_stream_capturing,
     is_inference,
+    is_jit_tracing,
+    is_pre_dispatch_tracing,
     is_tracing,
     normal_mode,
     raw_stream,
     tracing_mode,
+    transform_level,
+    without_modes,
 )
 
 __all__ = ["OutputPool", "default_pool", "set_default_pool"]
 
 _logger = logging.getLogger("bufpool")
 _fresh = FreshAllocator()
+_LEGACY_STREAM = 1  # another handle of the legacy default stream 0
 _PER_THREAD_STREAM = 2
 _lock = threading.RLock()
 _ARENAS = ("auto", "cuda", "host", "torch")
@@ -123,9 +129,9 @@ class OutputPool:
         """Return outputs ``[rows, *row_shape]`` for a kernel that writes every one of their rows.
 
         The tensors are contiguous, new in every respect (leaf, no grad, storage of exactly their rows), on the device of
-        ``like``, ordered after earlier work of its current stream, and start at a multiple of 256 bytes. Their contents
-        are undefined. The memory is handed out again only when no tensor, view, storage or other export of it is left;
-        holding only ``data_ptr()`` does not count.
+        ``like``, ordered after earlier work of its current stream, and start at a multiple of 256 bytes (spilled ones where
+        torch puts them). Their contents are undefined. The memory is handed out again only when no tensor, view, storage or
+        other export of it is left; holding only ``data_ptr()`` does not count.
 
         Args:
             spec: what the kernel writes.
@@ -145,7 +151,12 @@ class OutputPool:
         if is_tracing():
             return _fresh.acquire(spec, rows, like)
         tensor = like if type(like) is torch.Tensor else _first_of(like)
-        if type(rows) is int and tensor is not None and type(spec) is OutputSpec and not dispatch_depth():
+        if (
+            type(rows) is int
+            and tensor is not None
+            and type(spec) is OutputSpec
+            and not (dispatch_depth() or transform_level() is not None or is_jit_tracing() or is_pre_dispatch_tracing())
+        ):
             index = tensor.get_device()
             if index >= 0:
                 stream = raw_stream(index) if tensor.is_cuda else _PER_THREAD_STREAM
@@ -181,7 +192,7 @@ class OutputPool:
             return _fresh.acquire(spec, rows, like)
         if rows == 0:
             self._check_usable(device)
-            with self._entered("acquire"):
+            with self._lock:
                 self._former.acquires += 1
             with normal_mode(False):
                 return _fresh.acquire(spec, 0, like)
@@ -190,21 +201,26 @@ class OutputPool:
         site = _call_site() if self._trace or self._debug else None
 
         def serve(notes: list[_Note]) -> Any:
-            with normal_mode(False):
+            with without_modes(), normal_mode(False):
                 return self._serve(place, rows, site, notes)
 
         if self._busy and self._is_owned():
             return self._reentered(place, rows, like)
         outputs = self._with_memory("acquire", place, serve)
-        if outputs is None:
-            outputs = self._spilled(place, rows, like)
-        return outputs
+        return self._spilled(place, rows, like) if outputs is None else outputs
 
     def _spilled(self, place: _Place, rows: int, like: Like) -> Any:
-        with normal_mode(False):
-            outputs = _fresh.acquire(place.spec, rows, like)
-            if self._debug is not None:
-                self._debug.fill_spilled(outputs)
+        try:
+            with normal_mode(False):
+                outputs = _fresh.acquire(place.spec, rows, like)
+                if self._debug is not None:
+                    self._debug.fill_spilled(outputs)
+        except BaseException:
+            with self._lock:  # no call was served
+                self._former.acquires -= 1
+                self._former.misses -= 1
+                self._former.spills -= 1
+            raise
         return outputs
 
     def _reentered(self, place: _Place, rows: int, like: Like) -> Any:
@@ -256,6 +272,8 @@ class OutputPool:
             raise
         if place.capture is not None:
             self._quick = {}  # the next eager call looks whether graphs are gone
+            if not place.thread:
+                _capture_streams.setdefault(place.device, set()).add(place.stream)
         slot.site = site
         if is_new_lane:
             lanes[place.key] = lane
@@ -316,6 +334,10 @@ class OutputPool:
         place = _Place(spec, device, self._shared)
 
         def serve(notes: list[_Note]) -> bool:
+            with without_modes(), normal_mode(False):
+                return prepare(notes)
+
+        def prepare(notes: list[_Note]) -> bool:
             self._check_usable(place.device)
             lane = (self._lanes if place.capture is None else self._captures).get(place.key)
             slot = lane.idle_slot(rows, place.can_wait_for) if lane is not None else None
@@ -334,6 +356,8 @@ class OutputPool:
                     self._discard(slot)
                 raise
             slot.handout.high_water_rows = max(slot.high_water_rows, rows)
+            if is_free and is_growing and not slot.is_stable:
+                slot.is_clean = False  # torch's block may carry work of this stream
             if is_new:
                 self._free.append(slot)
             if is_free:
@@ -372,13 +396,18 @@ class OutputPool:
         Returns:
             How many pins were released.
         """
-        with self._entered("release_captures"):
-            released = 0
-            for slot in self._slots:
-                kept = [pin for pin in slot.pins if pin.is_tracked]
-                released += len(slot.pins) - len(kept)
-                slot.pins = kept
-            return released
+        with self._lock:
+            self._refuse_reentry("release_captures")
+            self._busy = True
+            try:
+                released = 0
+                for slot in self._slots:
+                    kept = [pin for pin in slot.pins if pin.is_tracked]
+                    released += len(slot.pins) - len(kept)
+                    slot.pins = kept
+                return released
+            finally:
+                self._busy = False
 
     def record_stream(self, outputs: torch.Tensor | Iterable[torch.Tensor], stream: torch.cuda.Stream) -> None:
         """Declare that ``stream`` reads these results; their memory is reused only after its work.
@@ -405,12 +434,17 @@ class OutputPool:
             if tensor.numel() == 0:
                 continue
             address = tensor.untyped_storage().data_ptr()
-            with self._entered("record_stream"):
-                slot = next((slot for slot in self._slots if slot.has_address(address)), None)
-                if slot is not None:
-                    if all(reader.cuda_stream != stream.cuda_stream for reader in slot.readers):
-                        slot.readers = [*slot.readers, stream]
-                    continue
+            with self._lock:
+                self._refuse_reentry("record_stream")
+                self._busy = True
+                try:
+                    slot = next((slot for slot in self._slots if slot.has_address(address)), None)
+                    if slot is not None:
+                        if all(reader.cuda_stream != stream.cuda_stream for reader in slot.readers):
+                            slot.readers = [*slot.readers, stream]
+                        continue
+                finally:
+                    self._busy = False
             for pool in list(_pools):
                 if pool is not self and any(slot.has_address(address) for slot in list(pool._slots)):
                     raise ValueError("outputs: expected a result of this pool, got one of another pool")
@@ -423,11 +457,16 @@ class OutputPool:
         for attempt in range(3):
             notes: list[_Note] = []
             try:
-                with self._entered(call):
-                    self._collect(place.capture is not None)
-                    if attempt == 2:
-                        self._evict(place.device, None, notes)
-                    return serve(notes)
+                with self._lock:
+                    self._refuse_reentry(call)
+                    self._busy = True
+                    try:
+                        self._collect(place.capture is not None)
+                        if attempt == 2 and not self._capturing(place.device):
+                            self._evict(place.device, None, notes)
+                        return serve(notes)
+                    finally:
+                        self._busy = False
             except driver.DeviceOutOfMemoryError as error:
                 # Making room may synchronise and call torch: legal only while nothing captures.
                 if attempt == 2 or place.capture is not None or self._capturing(place.device):
@@ -445,9 +484,9 @@ class OutputPool:
         kind = self._arena_kind(place.device)
         try:
             slot = Slot(place.spec, place.device, kind, rows)
-        except PoolLimitError:
-            # Address space is short: lanes that nobody uses give theirs back.
-            if place.capture is not None or not self._release_idle(place.device):
+        except PoolLimitError as error:
+            # Address space is short: lanes that nobody uses give theirs back, unless all of it would not do.
+            if place.capture is not None or error.need > error.limit or not self._release_idle(place.device):
                 raise
             slot = Slot(place.spec, place.device, kind, rows)
         self._slots.append(slot)
@@ -476,7 +515,7 @@ class OutputPool:
         if place.device.type != "cuda" or not driver.is_available():
             _synchronize(place.device)
             return True
-        known = self._known_streams(place.device) | ({place.stream} if place.capture is not None else set())
+        known = _streams_met(place.device) | ({place.stream} if place.capture is not None else set())
         if driver.is_idle(place.device.index, known):
             return True
         if place.capture is not None or driver.capturing_stream(place.device.index, known) is not None:
@@ -592,6 +631,7 @@ class OutputPool:
                 self._forget(self._captures, key)
         if not is_capture:
             self._show_lanes()
+            _forget_streams()
             if _retired:
                 _release_retired()
 
@@ -608,39 +648,44 @@ class OutputPool:
         """
         notes: list[_Note] = []
         try:
-            with self._entered("trim"):
-                self._check_open()
-                if self._is_asleep:
-                    return 0
-                self._refuse_capture("trim")
-                self._collect(False)
-                freed = 0
-                synchronized: set[torch.device] = set()
-                for slot in list(self._slots):
-                    if not self._is_ours(slot) or slot.is_pinned():
-                        continue
-                    kept = slot.rows if slot.is_live() else 0
-                    if slot.bytes_for(0) == 0 or (kept and kept == slot.capacity):
-                        continue
-                    if slot.device not in synchronized:
-                        _synchronize(slot.device)
-                        synchronized.add(slot.device)
-                    freed += slot.shrink(kept)
-                    if not kept:
-                        slot.readers = []
-                for key, lane in list(self._lanes.items()):
-                    if lane.acquires == lane.acquires_at_trim and not any(
-                        slot.is_live() or slot.is_pinned() for slot in lane.slots
-                    ):
-                        if lane.key.device not in synchronized:
-                            _synchronize(lane.key.device)
-                            synchronized.add(lane.key.device)
-                        for slot in list(lane.slots):
-                            self._discard(slot)
-                        self._forget(self._lanes, key)
-                    lane.acquires_at_trim = lane.acquires
-                notes.append((logging.INFO, f"trim: gave back {freed} bytes"))
-                return freed
+            with self._lock:
+                self._refuse_reentry("trim")
+                self._busy = True
+                try:
+                    self._check_open()
+                    if self._is_asleep:
+                        return 0
+                    self._refuse_capture("trim")
+                    self._collect(False)
+                    freed = 0
+                    synchronized: set[torch.device] = set()
+                    for slot in list(self._slots):
+                        if not self._is_ours(slot) or slot.is_pinned():
+                            continue
+                        kept = slot.rows if slot.is_live() else 0
+                        if slot.bytes_for(0) == 0 or (kept and kept == slot.capacity):
+                            continue
+                        if slot.device not in synchronized:
+                            _synchronize(slot.device)
+                            synchronized.add(slot.device)
+                        freed += slot.shrink(kept)
+                        if not kept:
+                            slot.readers = []
+                    for key, lane in list(self._lanes.items()):
+                        if lane.acquires == lane.acquires_at_trim and not any(
+                            slot.is_live() or slot.is_pinned() for slot in lane.slots
+                        ):
+                            if lane.key.device not in synchronized:
+                                _synchronize(lane.key.device)
+                                synchronized.add(lane.key.device)
+                            for slot in list(lane.slots):
+                                self._discard(slot)
+                            self._forget(self._lanes, key)
+                        lane.acquires_at_trim = lane.acquires
+                    notes.append((logging.INFO, f"trim: gave back {freed} bytes"))
+                    return freed
+                finally:
+                    self._busy = False
         finally:
             _emit(notes)
 
@@ -655,38 +700,43 @@ class OutputPool:
         """
         notes: list[_Note] = []
         try:
-            with self._entered("sleep"):
-                self._check_open()
-                if self._is_asleep:
-                    raise BufpoolError("sleep: expected a pool that is awake, got one that sleeps")
-                self._refuse_capture("sleep")
-                self._collect(False)
-                ours = [slot for slot in self._slots if self._is_ours(slot)]
-                live = [slot for slot in ours if slot.is_live() and not slot.is_pinned()]
-                if live:
-                    raise BufpoolError(f"sleep: expected no live result outside graphs, got {len(live)}")
-                fixed = [slot for slot in ours if not slot.is_stable and slot.is_pinned()]
-                if fixed:
-                    raise BufpoolError(
-                        f"sleep: expected graphs on address-stable arenas, got {len(fixed)} slots of kind 'torch'"
-                    )
-                for device in {slot.device for slot in ours if slot.mapped_bytes}:
-                    _synchronize(device)
-                freed = sum(slot.mapped_bytes for slot in ours)
-                asleep: list[Slot] = []
+            with self._lock:
+                self._refuse_reentry("sleep")
+                self._busy = True
                 try:
+                    self._check_open()
+                    if self._is_asleep:
+                        raise BufpoolError("sleep: expected a pool that is awake, got one that sleeps")
+                    self._refuse_capture("sleep")
+                    self._collect(False)
+                    ours = [slot for slot in self._slots if self._is_ours(slot)]
+                    live = [slot for slot in ours if slot.is_live() and not slot.is_pinned()]
+                    if live:
+                        raise BufpoolError(f"sleep: expected no live result outside graphs, got {len(live)}")
+                    fixed = [slot for slot in ours if not slot.is_stable and slot.is_pinned()]
+                    if fixed:
+                        raise BufpoolError(
+                            f"sleep: expected graphs on address-stable arenas, got {len(fixed)} slots of kind 'torch'"
+                        )
+                    for device in {slot.device for slot in ours if slot.mapped_bytes}:
+                        _synchronize(device)
+                    freed = sum(slot.mapped_bytes for slot in ours)
+                    asleep: list[Slot] = []
+                    try:
+                        for slot in ours:
+                            asleep.append(slot)
+                            slot.sleep()
+                    except BaseException:
+                        for slot in asleep:
+                            slot.wake()
+                        raise
                     for slot in ours:
-                        slot.sleep()
-                        asleep.append(slot)
-                except BaseException:
-                    for slot in asleep:
-                        slot.wake()
-                    raise
-                for slot in ours:
-                    slot.readers = []
-                self._is_asleep = True
-                self._show_lanes()
-                notes.append((logging.INFO, f"sleep: gave back {freed} bytes"))
+                        slot.readers = []
+                    self._is_asleep = True
+                    self._show_lanes()
+                    notes.append((logging.INFO, f"sleep: gave back {freed} bytes"))
+                finally:
+                    self._busy = False
         finally:
             _emit(notes)
 
@@ -700,24 +750,29 @@ class OutputPool:
         for attempt in range(2):
             notes: list[_Note] = []
             try:
-                with self._entered("wake"):
-                    self._check_open()
-                    if not self._is_asleep:
-                        raise BufpoolError("wake: expected a pool that sleeps, got one that is awake")
-                    woken: list[Slot] = []
+                with self._lock:
+                    self._refuse_reentry("wake")
+                    self._busy = True
                     try:
-                        for slot in self._slots:
-                            slot.wake()
-                            woken.append(slot)
-                    except BaseException:
-                        for slot in woken:
-                            slot.sleep()
-                        raise
-                    self._is_asleep = False
-                    self._show_lanes()
-                    self._note_peak()
-                    notes.append((logging.INFO, f"wake: mapped {sum(slot.mapped_bytes for slot in woken)} bytes again"))
-                    return
+                        self._check_open()
+                        if not self._is_asleep:
+                            raise BufpoolError("wake: expected a pool that sleeps, got one that is awake")
+                        woken: list[Slot] = []
+                        try:
+                            for slot in filter(self._is_ours, self._slots):
+                                slot.wake()
+                                woken.append(slot)
+                        except BaseException:
+                            for slot in woken:
+                                slot.sleep()
+                            raise
+                        self._is_asleep = False
+                        self._show_lanes()
+                        self._note_peak()
+                        notes.append((logging.INFO, f"wake: mapped {sum(slot.mapped_bytes for slot in woken)} bytes again"))
+                        return
+                    finally:
+                        self._busy = False
             except driver.DeviceOutOfMemoryError as error:
                 need = sum(sum(slot.asleep_bytes or ()) for slot in self._slots)
                 if attempt == 1:
@@ -731,19 +786,34 @@ class OutputPool:
 
         Closing twice is allowed.
         """
-        with self._entered("close"):
-            self._is_closed = True
-            self._show_lanes()
-            for lanes in (self._lanes, self._captures):
-                for key in list(lanes):
-                    self._forget(lanes, key)
-            self._free.clear()
-            slots, self._slots[:] = list(self._slots), []
-            for slot in slots:
-                # What no graph can report as gone lasts until now, by contract.
-                slot.pins = [pin for pin in slot.pins if pin.is_tracked]
-            _retired.extend(slots)
+        with self._lock:
+            self._refuse_reentry("close")
+            self._busy = True
+            try:
+                self._is_closed = True
+                self._show_lanes()
+                for lanes in (self._lanes, self._captures):
+                    for key in list(lanes):
+                        self._forget(lanes, key)
+                self._free.clear()
+                slots, self._slots[:] = list(self._slots), []
+                for slot in slots:
+                    # What no graph can report as gone lasts until now, by contract.
+                    slot.pins = [pin for pin in slot.pins if pin.is_tracked]
+                _retired.extend(slots)
+            finally:
+                self._busy = False
         _release_retired()
+
+    def __copy__(self) -> OutputPool:
+        """The pool itself: a copy of what holds it shares it."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OutputPool:
+        return self
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError("pool: expected a process to make its own OutputPool, got one to pickle")
 
     def __enter__(self) -> OutputPool:  # noqa: PYI034
         return self
@@ -760,32 +830,38 @@ class OutputPool:
 
     def stats(self) -> PoolStats:
         """What the pool did and holds, in sum and per lane."""
-        with self._entered("stats"):
-            every = [*self._lanes.values(), *self._captures.values()]
-            lanes = tuple(self._lane_stats(lane) for lane in every)
-            former = self._former
-            slots = self._slots
-            live = [slot for slot in slots if slot.is_live()]
-            return PoolStats(
-                arena="+".join(sorted({slot.kind for slot in slots})),
-                acquires=former.acquires + sum(lane.acquires for lane in every),
-                hits=former.acquires - former.misses + sum(lane.hits for lane in lanes),
-                grows=former.grows + sum(lane.grows for lane in every),
-                rotations=former.rotations + sum(lane.rotations for lane in every),
-                spills=former.spills + sum(lane.spills for lane in every),
-                slots=len(slots),
-                free_slots=len(self._free),
-                live_slots=len(live),
-                pinned_slots=sum(slot.is_pinned() for slot in slots),
-                reserved_bytes=sum(slot.reserved_bytes for slot in slots),
-                mapped_bytes=sum(slot.mapped_bytes for slot in slots),
-                in_use_bytes=sum(slot.spec.nbytes(slot.rows) for slot in live),
-                needed_bytes=sum(slot.spec.nbytes(slot.high_water_rows) for slot in slots),
-                peak_mapped_bytes=self._peak_bytes,
-                short_reservations=sum(slot.is_short for slot in slots),
-                asleep=self._is_asleep,
-                lanes=lanes,
-            )
+        with self._lock:
+            self._refuse_reentry("stats")
+            self._busy = True
+            try:
+                every = [*self._lanes.values(), *self._captures.values()]
+                lanes = tuple(self._lane_stats(lane) for lane in every)
+                former = self._former
+                slots = self._slots
+                live = [slot for slot in slots if slot.is_live()]
+                return PoolStats(
+                    arena="+".join(sorted({slot.kind for slot in slots})),
+                    handout="+".join(sorted({slot.handout.kind for slot in slots})),
+                    acquires=former.acquires + sum(lane.acquires for lane in every),
+                    hits=former.acquires - former.misses + sum(lane.hits for lane in lanes),
+                    grows=former.grows + sum(lane.grows for lane in every),
+                    rotations=former.rotations + sum(lane.rotations for lane in every),
+                    spills=former.spills + sum(lane.spills for lane in every),
+                    slots=len(slots),
+                    free_slots=len(self._free),
+                    live_slots=len(live),
+                    pinned_slots=sum(slot.is_pinned() for slot in slots),
+                    reserved_bytes=sum(slot.reserved_bytes for slot in slots),
+                    mapped_bytes=sum(slot.mapped_bytes for slot in slots),
+                    in_use_bytes=sum(slot.spec.nbytes(slot.rows) for slot in live),
+                    needed_bytes=sum(slot.spec.nbytes(slot.high_water_rows) for slot in slots),
+                    peak_mapped_bytes=self._peak_bytes,
+                    short_reservations=sum(slot.is_short for slot in slots),
+                    asleep=self._is_asleep,
+                    lanes=lanes,
+                )
+            finally:
+                self._busy = False
 
     def _lane_stats(self, lane: Lane) -> LaneStats:
         key, slots = lane.key, lane.slots
@@ -819,24 +895,22 @@ class OutputPool:
 
     def reset_peak_stats(self) -> None:
         """Let ``peak_mapped_bytes`` start again from what is mapped now."""
-        with self._entered("reset_peak_stats"):
-            self._peak_bytes = self._mapped_bytes(None)
-            for lane in [*self._lanes.values(), *self._captures.values()]:
-                lane.peak_mapped_bytes = lane.mapped_bytes
+        with self._lock:
+            self._refuse_reentry("reset_peak_stats")
+            self._busy = True
+            try:
+                self._peak_bytes = self._mapped_bytes(None)
+                for lane in [*self._lanes.values(), *self._captures.values()]:
+                    lane.peak_mapped_bytes = lane.mapped_bytes
+            finally:
+                self._busy = False
 
     # State
 
-    @contextlib.contextmanager
-    def _entered(self, call: str) -> Iterator[None]:
-        """Hold the lock; refuse a call that a finalizer makes inside another one (Note [One acquire at a time])."""
-        with self._lock:
-            if self._busy:
-                raise BufpoolError(f"{call}: expected no call of the pool from a finalizer inside another one, got one")
-            self._busy = True
-            try:
-                yield
-            finally:
-                self._busy = False
+    def _refuse_reentry(self, call: str) -> None:
+        """Under the lock: refuse a call that a finalizer makes inside another one (Note [One acquire at a time])."""
+        if self._busy:
+            raise BufpoolError(f"{call}: expected no call of the pool from a finalizer inside another one, got one")
 
     def _is_owned(self) -> bool:
         """Whether this thread holds the lock."""
@@ -883,11 +957,7 @@ class OutputPool:
         """Whether something captures on the device, as far as can be seen."""
         if device.type != "cuda" or not driver.is_available():
             return False
-        return driver.capturing_stream(device.index, self._known_streams(device)) is not None
-
-    def _known_streams(self, device: torch.device) -> set[int]:
-        """Streams of captures that this pool met, without those that need a thread of their own."""
-        return {lane.key.stream for lane in self._captures.values() if lane.key.device == device and not lane.key.thread}
+        return driver.capturing_stream(device.index, _streams_met(device)) is not None
 
     def _refuse_capture(self, call: str) -> None:
         for device in {slot.device for slot in self._slots if self._is_ours(slot)}:
@@ -927,6 +997,19 @@ class _Counts:
         self.grows += lane.grows
         self.rotations += lane.rotations
         self.spills += lane.spills
+
+
+_thread_tokens = itertools.count(1)
+
+
+class _ThisThread(threading.local):
+    """A number that no other thread has or will have; the system uses its own again."""
+
+    def __init__(self) -> None:
+        self.token = next(_thread_tokens)
+
+
+_this_thread = _ThisThread()
 
 
 class _SharedCaptures(threading.local):
@@ -971,8 +1054,10 @@ class _Place:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.stream = raw_stream(device.index)
+        if self.stream == _LEGACY_STREAM:
+            self.stream = 0
         if self.stream == _PER_THREAD_STREAM:
-            self.thread = threading.get_ident()
+            self.thread = _this_thread.token
         if self.stream != 0:
             self._find_capture()
         self.key = (device.index, self.stream, spec.key)
@@ -1110,33 +1195,62 @@ def _device_bytes(device: torch.device) -> int:
 
 _retired: deque[Slot] = deque()
 """Slots whose pool is closed or collected; finalizers append here and do nothing else."""
-_retired_lock = threading.Lock()
+_is_releasing = False
 _pools: weakref.WeakSet[OutputPool] = weakref.WeakSet()
+_capture_streams: dict[torch.device, set[int]] = {}
+"""Streams on which some pool was used inside a capture that may still be under way."""
+
+
+def _streams_met(device: torch.device) -> set[int]:
+    return _capture_streams.get(device, set())
+
+
+def _forget_streams() -> None:
+    """Forget streams whose capture has ended: their owner may destroy them, and nobody asks for them again."""
+    for device, streams in list(_capture_streams.items()):
+        _capture_streams[device] = {stream for stream in streams if driver.is_capturing(stream)}
+        if not _capture_streams[device]:
+            del _capture_streams[device]
 
 
 def _release_retired() -> None:
     """Release retired slots that are neither live nor pinned; the rest waits. Nothing happens on a device that captures."""
-    if not _retired_lock.acquire(blocking=False):
-        return
-    try:
-        idle: dict[torch.device, list[Slot]] = {}
-        for _ in range(len(_retired)):
-            slot = _retired.popleft()
-            if slot.device.type != "cpu" and slot.process_id != os.getpid():
-                continue  # of the parent process
-            if slot.is_live() or slot.is_pinned():
-                _retired.append(slot)
-            else:
-                idle.setdefault(slot.device, []).append(slot)
-        for device, slots in idle.items():
-            if device.type == "cuda" and driver.is_available() and driver.capturing_stream(device.index) is not None:
-                _retired.extend(slots)
-                continue
-            _synchronize(device)
-            for slot in slots:
-                slot.release()
-    finally:
-        _retired_lock.release()
+    global _is_releasing
+    with _lock:
+        if _is_releasing:  # a finalizer inside of another call of this function
+            return
+        _is_releasing = True
+        try:
+            _release_retired_now()
+        finally:
+            _is_releasing = False
+
+
+def _release_retired_now() -> None:
+    idle: dict[torch.device, list[Slot]] = {}
+    for _ in range(len(_retired)):
+        slot = _retired.popleft()
+        if slot.device.type != "cpu" and slot.process_id != os.getpid():
+            continue  # of the parent process
+        slot.pins = [pin for pin in slot.pins if pin.is_tracked]  # the pool is closed: others cannot end
+        if slot.is_live() or slot.is_pinned():
+            _retired.append(slot)
+        else:
+            idle.setdefault(slot.device, []).append(slot)
+    for device, slots in idle.items():
+        if (
+            device.type == "cuda"
+            and driver.is_available()
+            and driver.capturing_stream(device.index, _streams_met(device)) is not None
+        ):
+            _retired.extend(slots)
+            continue
+        _synchronize(device)
+        try:
+            while slots:
+                slots.pop().release()  # the one that fails is lost, the others wait
+        finally:
+            _retired.extend(slots)
 
 
 @cache
@@ -1156,10 +1270,11 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    global _has_lost_cuda, _lock, _retired_lock
+    global _has_lost_cuda, _is_releasing, _lock
+    _capture_streams.clear()
     _has_lost_cuda = _had_cuda
     _lock = threading.RLock()
-    _retired_lock = threading.Lock()
+    _is_releasing = False
     ADDRESS_BUDGET.after_fork()
     for pool in list(_pools):
         pool._after_fork()

@@ -94,6 +94,10 @@ class Slot:
         else:
             granule, wanted = host_memory.PAGE_BYTES, host_memory.physical_bytes()
         least = sum(self._split(0, rows, granule))
+        if least > wanted:
+            raise PoolLimitError(
+                f"{self.device}: {rows} rows in the memory of the device", need=least, have=0, limit=wanted
+            )
         floor = max(least, LEAST_RESERVATION_BYTES)
         size = granted = ADDRESS_BUDGET.take(max(wanted, least), least)
         try:
@@ -237,19 +241,24 @@ class Slot:
     def shrink(self, rows: int) -> int:
         """Give back memory behind ``rows`` rows; returns bytes given back."""
         former = self.mapped_bytes
-        for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True):
-            arena.shrink(rows * row_bytes)
-        self.handout.high_water_rows = min(self.handout.high_water_rows, rows)
-        self._settle()
+        self.handout.capacity = min(self.handout.capacity, rows)  # whatever fails below, nothing unmapped is handed out
+        try:
+            for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True):
+                arena.shrink(rows * row_bytes)
+            self.handout.high_water_rows = min(self.handout.high_water_rows, rows)
+        finally:
+            self._settle()
         return former - self.mapped_bytes
 
     def sleep(self) -> None:
-        """Give back all memory; ``wake`` maps as much again."""
-        asleep_bytes = [arena.mapped_bytes for arena in self.arenas]
-        self.asleep_bytes = asleep_bytes
-        for arena in self.arenas:
-            arena.shrink(0)
-        self._settle()
+        """Give back all memory; ``wake`` maps as much again, also after a failure here."""
+        self.asleep_bytes = [arena.mapped_bytes for arena in self.arenas]
+        self.handout.capacity = 0  # whatever fails below, nothing unmapped is handed out
+        try:
+            for arena in self.arenas:
+                arena.shrink(0)
+        finally:
+            self._settle()
 
     def wake(self) -> None:
         """Map again what ``sleep`` gave back, at the same addresses. All or nothing."""
@@ -277,9 +286,9 @@ class Slot:
 
     def release(self) -> None:
         """Give everything back, addresses too. It must neither live nor be pinned."""
+        self.handout.release()  # first: it refuses while a result lives
         for arena in self.arenas:
             arena.release()
         self.mapped_bytes = 0
-        self.handout.release()
         ADDRESS_BUDGET.give_back(self.granted_bytes)
         self.granted_bytes = 0

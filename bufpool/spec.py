@@ -17,6 +17,7 @@ Outputs = tuple[torch.Tensor, ...]
 """A named tuple of tensors, one field for each entry of the spec, in the order of the spec."""
 
 _MAX_ROW_ELEMENTS = 2**40
+_QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 # Equal specs share one small integer: a lane is found by integers alone, without hashing names and shapes again.
 _keys: dict[tuple[Any, ...], int] = {}
@@ -65,7 +66,7 @@ class OutputSpec:
     outputs_type: type[Any]
     key: int
 
-    def __init__(self, **tensors: tuple[tuple[int, ...], torch.dtype]) -> None:
+    def __init__(self, /, **tensors: tuple[tuple[int, ...], torch.dtype]) -> None:
         if not tensors:
             raise ValueError("OutputSpec: expected at least one name=(row_shape, dtype), got none")
         names: list[str] = []
@@ -83,6 +84,8 @@ class OutputSpec:
             shape, dtype = entry
             if not isinstance(dtype, torch.dtype):
                 raise TypeError(f"{name}: expected a torch.dtype, got {dtype!r}")
+            if dtype in _QUANTIZED:
+                raise TypeError(f"{name}: expected a dtype that is not quantized, got {dtype}")
             if not isinstance(shape, (tuple, list)):
                 raise TypeError(f"{name}: expected a row shape as a tuple of integers, got {shape!r}")
             sizes = tuple(_size(name, size) for size in shape)

@@ -64,6 +64,7 @@ class PoolStats:
 
     Attributes:
         arena: arena kinds that serve, joined by ``+``; empty before the first use.
+        handout: how the ends of results are seen: ``post`` (the quick way) or ``owner`` (by public means), joined by ``+``.
         free_slots: slots that no lane owns: reserved ahead, or given back by a graph that is gone.
         short_reservations: slots whose address range is smaller than their device's memory.
         asleep: whether the pool sleeps.
@@ -87,6 +88,7 @@ class PoolStats:
     peak_mapped_bytes: int
     short_reservations: int
     asleep: bool
+    handout: str
     lanes: tuple[LaneStats, ...] = field(default=())
 
     def report(self) -> str:

@@ -7,7 +7,7 @@ its place, at a higher cost. Looking a name up starts nothing: no CUDA context i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,12 +20,15 @@ __all__ = [
     "has_no_memory",
     "is_current_stream_capturing",
     "is_inference",
+    "is_jit_tracing",
+    "is_pre_dispatch_tracing",
     "is_recording",
     "is_tracing",
     "normal_mode",
     "raw_stream",
     "to_dlpack",
     "tracing_mode",
+    "transform_level",
     "without_modes",
 ]
 
@@ -60,6 +63,30 @@ from_dlpack: Callable[[Any], torch.Tensor] = getattr(torch._C, "_from_dlpack", t
 to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
 """Unversioned DLPack capsule of a tensor; the public name of this very function is torch.utils.dlpack.to_dlpack."""
 
+
+def _no_level() -> None:
+    return None
+
+
+def _never(*_: Any) -> bool:
+    return False
+
+
+transform_level: Callable[[], int | None] = getattr(torch._C._functorch, "maybe_current_level", _no_level)
+"""Depth of the torch.func transforms (grad, vmap, functionalize, ...) that run this very code; None outside of all."""
+
+is_jit_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", _never)
+"""Whether torch.jit.trace records operations."""
+
+_is_key_included: Callable[[Any], bool] = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", _never)
+_PRE_DISPATCH = getattr(torch._C.DispatchKey, "PreDispatch", None)
+
+
+def is_pre_dispatch_tracing() -> bool:
+    """Whether make_fx(pre_dispatch=True) records; its mode has a stack of its own, which ``dispatch_depth`` leaves out."""
+    return _PRE_DISPATCH is not None and _is_key_included(_PRE_DISPATCH)
+
+
 normal_mode: Callable[[bool], Any] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 """``with normal_mode(False):`` tensors made inside are no inference tensors."""
 
@@ -93,21 +120,23 @@ def has_no_memory(like: Any) -> bool:
     """Whether a tensor of ``like`` (one, a sequence or a mapping) is fake, functional or on the meta device."""
     if isinstance(like, torch.Tensor):
         return like.device.type == "meta" or _is_fake(like)
-    return any(map(has_no_memory, like.values() if hasattr(like, "values") else like))
+    return any(map(has_no_memory, like.values() if isinstance(like, Mapping) else like))
 
 
 def fake_mode_of(like: Any) -> Any:
     """Context in which a fake tensor of ``like`` was made: new tensors are fake too. Empty context if none is fake."""
     if type(like) is torch.Tensor:
         return contextlib.nullcontext()
-    for tensor in [like] if isinstance(like, torch.Tensor) else like.values() if hasattr(like, "values") else like:
+    for tensor in [like] if isinstance(like, torch.Tensor) else like.values() if isinstance(like, Mapping) else like:
         if _is_fake(tensor) and hasattr(tensor, "fake_mode"):
             return tensor.fake_mode
     return contextlib.nullcontext()
 
 
 def tracing_mode() -> bool:
-    """Whether an active dispatch mode replaces tensors by fakes or records them for a compiler."""
+    """Whether operations are recorded, transformed or replaced by fakes, so that memory of the pool would be a constant."""
+    if transform_level() is not None or is_jit_tracing() or is_pre_dispatch_tracing():
+        return True
     if dispatch_depth() == 0:
         return False
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -130,10 +159,10 @@ _pre_dispatch_depth: Callable[[], int] = getattr(
 
 def is_recording() -> bool:
     """Whether an active dispatch mode records operations for a compiler or an exporter; fakes alone record nothing."""
+    if is_pre_dispatch_tracing():  # its recorder has a stack of its own
+        return True
     if dispatch_depth() == 0:
         return False
-    if _pre_dispatch_depth() > 0:  # torch.export without dynamo: its recorder has a stack of its own
-        return True
     from torch._subclasses.functional_tensor import FunctionalTensorMode
     from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

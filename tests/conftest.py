@@ -258,6 +258,7 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(driver, "is_available", lambda: True)
     monkeypatch.setattr(driver, "supports_virtual_memory", lambda index: True)
     monkeypatch.setattr(driver, "capture_of", lambda index, stream: fake.capture and (fake.capture, fake.capture))
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: fake.capturing == stream or bool(fake.capture))
     monkeypatch.setattr(driver, "is_idle", lambda index, known=(): fake.idle)
     monkeypatch.setattr(driver, "is_stream_idle", lambda index, stream: fake.idle)
     monkeypatch.setattr(driver, "capturing_stream", lambda index, known=(): fake.capturing)

@@ -17,8 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bufpool import OutputSpec, PoolLimitError, handout, host_memory
 from bufpool.errors import DriverError
 
-broken = pytest.mark.xfail(strict=False, reason="reported as broken; take the mark away with the fix")
-
 
 @pytest.fixture
 def pair():
@@ -45,7 +43,6 @@ def _two_results(traced):
 # Recorders and transforms
 
 
-@broken
 def test_two_results_of_a_graph_of_make_fx_share_no_memory(doubled):
     first, second = _two_results(make_fx(doubled, pre_dispatch=True)(torch.zeros(3, 4)))
     assert first.data_ptr() != second.data_ptr()
@@ -53,7 +50,6 @@ def test_two_results_of_a_graph_of_make_fx_share_no_memory(doubled):
     assert (second == 10).all()
 
 
-@broken
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 def test_two_results_of_a_traced_function_share_no_memory(doubled):
     first, second = _two_results(torch.jit.trace(doubled, (torch.zeros(3, 4),), check_trace=False))
@@ -62,7 +58,6 @@ def test_two_results_of_a_traced_function_share_no_memory(doubled):
     assert (second == 10).all()
 
 
-@broken
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_transform_may_write_into_a_result_as_into_one_of_torch_empty(doubled):
     x = torch.ones(3, 4)
@@ -72,7 +67,6 @@ def test_a_transform_may_write_into_a_result_as_into_one_of_torch_empty(doubled)
     assert torch.equal(torch.func.functionalize(doubled)(x), value)
 
 
-@broken
 def test_a_first_use_inside_a_transform_does_not_slow_the_process_down(make_pool, pair, monkeypatch):
     monkeypatch.setattr(handout, "_posts", {})
     handout._describe.cache_clear()
@@ -88,7 +82,6 @@ def test_a_first_use_inside_a_transform_does_not_slow_the_process_down(make_pool
     assert handout._posts == {"cpu": True}
 
 
-@broken
 def test_no_dispatch_mode_of_the_user_runs_under_the_lock(make_pool):
     pool, is_held = make_pool(), []
 
@@ -113,13 +106,11 @@ def test_no_dispatch_mode_of_the_user_runs_under_the_lock(make_pool):
 # Inputs
 
 
-@broken
 def test_like_may_be_a_named_tuple_with_a_field_called_values(pool, pair):
     like = torch.topk(torch.zeros(3, 4), 2)
     assert pool.acquire(pair, 3, like).out.shape == (3, 4)
 
 
-@broken
 def test_a_row_count_beyond_all_memory_releases_no_idle_slot(pool, pair):
     like = torch.zeros(1)
     pool.acquire(pair, 1000, like)
@@ -129,13 +120,11 @@ def test_a_row_count_beyond_all_memory_releases_no_idle_slot(pool, pair):
     assert pool.stats() == before
 
 
-@broken
 def test_rows_beyond_the_memory_of_the_machine_are_a_limit_error(pool, pair):
     with pytest.raises(PoolLimitError):
         pool.acquire(pair, 2 * host_memory.physical_bytes() // pair.row_nbytes, torch.zeros(1))
 
 
-@broken
 def test_a_spill_that_torch_refuses_is_not_counted(make_pool, pair, caplog):
     pool, like = make_pool(max_slots=1), torch.zeros(1)
     held = pool.acquire(pair, 3, like)
@@ -147,7 +136,6 @@ def test_a_spill_that_torch_refuses_is_not_counted(make_pool, pair, caplog):
     assert held.out.shape == (3, 4)
 
 
-@broken
 def test_a_finalizer_inside_a_call_may_acquire_no_rows(pool, pair):
     like = torch.zeros(1)
     pool.acquire(pair, 3, like)
@@ -164,7 +152,7 @@ def test_a_finalizer_inside_a_call_may_acquire_no_rows(pool, pair):
 
 
 @pytest.mark.parametrize("call", ["trim", "sleep"])
-@pytest.mark.parametrize("failing", [1, pytest.param(2, marks=broken)])
+@pytest.mark.parametrize("failing", [1, 2])
 def test_a_slot_offers_no_row_whose_memory_was_given_back(pool, pair, monkeypatch, call, failing):
     pool.acquire(pair, 5000, torch.zeros(1))
     give_back, calls = host_memory.give_back, []
@@ -212,7 +200,7 @@ def _raise_in_take(line_of, call):
 
 @pytest.mark.parametrize(
     "line_of",
-    [pytest.param("if states[state] == _LIVE", marks=broken), "from_dlpack(capsule)", "return tuple.__new__"],
+    ["if states[state] == _LIVE", "from_dlpack(capsule)", "return tuple.__new__"],
 )
 def test_an_exception_of_a_signal_handler_inside_a_hit_leaves_no_slot_held(pool, pair, line_of):
     like = torch.zeros(1)
@@ -226,7 +214,7 @@ def test_an_exception_of_a_signal_handler_inside_a_hit_leaves_no_slot_held(pool,
     assert pool.stats().slots == 1
 
 
-@pytest.mark.parametrize("line_of", ["from_dlpack(capsule)", pytest.param("return tuple.__new__", marks=broken)])
+@pytest.mark.parametrize("line_of", ["from_dlpack(capsule)", "return tuple.__new__"])
 def test_no_memory_is_unmapped_under_a_tensor_that_a_traceback_keeps(pool, pair, line_of):
     like = torch.zeros(1)
     pool.acquire(OutputSpec(first=((), torch.float32)), 1, like)  # so that the probe is done
@@ -239,7 +227,6 @@ def test_no_memory_is_unmapped_under_a_tensor_that_a_traceback_keeps(pool, pair,
     assert pool.stats().slots == 1  # that of the probe
 
 
-@broken
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
 def test_signal_handlers_that_raise_leave_no_lock_held_and_no_slot_live(run_script):
     done = run_script(  # in a process of its own, since it spoils what all pools share if it fails

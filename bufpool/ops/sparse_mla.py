@@ -21,7 +21,7 @@ from ..errors import BufpoolError, DeviceMismatchError, OutputMismatchError
 from ..outputs import check_distinct, check_output
 from ..pool import default_pool
 from ..spec import OutputSpec
-from ..torch_state import dispatch_depth, has_no_memory, is_recording, is_tracing
+from ..torch_state import has_no_memory, is_recording, is_tracing
 from .reference import D_V, sparse_mla_prefill_reference
 
 __all__ = ["sparse_mla_prefill", "sparse_mla_spec"]
@@ -101,7 +101,7 @@ def sparse_mla_prefill(
         BufpoolError: ``backend="sm90"`` is not available; the text says why.
         PoolLimitError: the allocator has no memory for the outputs.
     """
-    if is_tracing() or (dispatch_depth() and is_recording()):
+    if is_tracing() or is_recording():
         return _traced(
             q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length, out, max_logits, lse, backend
         )
