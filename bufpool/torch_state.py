@@ -7,6 +7,7 @@ its place, at a higher cost. Looking a name up starts nothing: no CUDA context i
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -79,13 +80,12 @@ is_jit_tracing: Callable[[], bool] = getattr(torch._C, "_is_tracing", _never)
 """Whether torch.jit.trace records operations."""
 
 _is_key_included: Callable[[Any], bool] = getattr(torch._C, "_dispatch_tls_is_dispatch_key_included", _never)
+
 _PRE_DISPATCH = getattr(torch._C.DispatchKey, "PreDispatch", None)
-
-
-def is_pre_dispatch_tracing() -> bool:
-    """Whether make_fx(pre_dispatch=True) records; its mode has a stack of its own, which ``dispatch_depth`` leaves out."""
-    return _PRE_DISPATCH is not None and _is_key_included(_PRE_DISPATCH)
-
+is_pre_dispatch_tracing: Callable[[], bool] = (
+    functools.partial(_is_key_included, _PRE_DISPATCH) if _PRE_DISPATCH is not None else _never
+)
+"""Whether make_fx(pre_dispatch=True) records; its mode has a stack of its own, which ``dispatch_depth`` leaves out."""
 
 normal_mode: Callable[[bool], Any] = getattr(torch._C, "_InferenceMode", torch.inference_mode)
 """``with normal_mode(False):`` tensors made inside are no inference tensors."""
