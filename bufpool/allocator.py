@@ -38,6 +38,8 @@ class FreshAllocator:
             DeviceMismatchError: the tensors of ``like`` are on different devices.
             TypeError, ValueError: ``rows`` is not an integer >= 0, or ``like`` holds no tensor.
         """
+        if not isinstance(spec, OutputSpec):
+            raise TypeError(f"spec: expected an OutputSpec, got {spec!r}")
         if not isinstance(rows, torch.SymInt):
             rows = row_count(rows)
         device = like.device if isinstance(like, torch.Tensor) else home_device(like)

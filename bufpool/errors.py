@@ -43,7 +43,7 @@ class PoolLimitError(BufpoolError, MemoryError):
     """
 
     def __init__(self, what: str, *, need: int, have: int, limit: int) -> None:
-        super().__init__(f"{what}: need {need} bytes more with {have} bytes taken, limit {limit} bytes")
+        super().__init__(f"{what}: expected at most {limit} bytes, got {have} bytes and a need of {need} more")
         self.what = what
         self.need = need
         self.have = have

@@ -1149,9 +1149,15 @@ def _first_of(like: Any) -> torch.Tensor | None:
 
 def _device_of(like: str | torch.device) -> torch.device:
     """``like`` as a device that is there."""
-    device = torch.device(like)
+    try:
+        device = torch.device(like)
+    except RuntimeError as e:
+        raise ValueError(f"like: expected a device, got {like!r}") from e
     if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (AssertionError, RuntimeError) as e:
+            raise ValueError(f"like: expected a device that is here, got {device} ({e})") from e
         if device.index is not None and device.index >= torch.cuda.device_count():
             raise ValueError(f"like: expected one of {torch.cuda.device_count()} CUDA devices, got {device}")
     return device

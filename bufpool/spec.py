@@ -114,6 +114,7 @@ class OutputSpec:
 
     def shapes(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """Shape ``[rows, *row_shape]`` of each tensor."""
+        rows = row_count(rows)
         return tuple((rows, *shape) for shape in self.row_shapes)
 
     def __iter__(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:

@@ -267,7 +267,11 @@ def test_wrong_column_names_the_columns_there_are(trace, capsys):
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (PoolLimitError("cpu", need=7, have=5, limit=9), 1, "cpu: need 7 bytes more with 5 bytes taken, limit 9 bytes"),
+        (
+            PoolLimitError("cpu", need=7, have=5, limit=9),
+            1,
+            "cpu: expected at most 9 bytes, got 5 bytes and a need of 7 more",
+        ),
         (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"), 1, "CUDA out of memory. Tried to"),
         (KeyboardInterrupt(), 130, ""),
     ],
@@ -564,3 +568,14 @@ def test_interrupted_run_is_quiet_and_exits_130():
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert all(line.startswith("bufpool run: ") for line in err.splitlines())
+
+
+def test_an_unknown_debug_mode_is_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("BUFPOOL_DEBUG", "foo")
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "bufpool doctor: BUFPOOL_DEBUG: expected poison or guard, got 'foo'\n"
+
+
+def test_options_are_not_guessed_from_their_start(capsys):
+    assert main(["run", "--max", "5"]) == 2
+    assert "--max" in capsys.readouterr().err

@@ -496,7 +496,7 @@ def test_a_held_result_is_never_evicted(make_pool, page_spec, q):
     error = failure.value
     assert (error.need, error.have, error.limit) == (5 * PAGE, 6 * PAGE, 10 * PAGE)
     assert str(error) == (
-        f"cpu: max_bytes of the pool: need {5 * PAGE} bytes more with {6 * PAGE} bytes taken, limit {10 * PAGE} bytes"
+        f"cpu: max_bytes of the pool: expected at most {10 * PAGE} bytes, got {6 * PAGE} bytes and a need of {5 * PAGE} more"
     )
     assert holds(held, 5)
 
@@ -548,7 +548,7 @@ def test_max_bytes_counts_each_device_by_itself(make_pool, fake_cuda, granule_sp
 def test_a_limit_error_travels_between_processes():
     error = pickle.loads(pickle.dumps(PoolLimitError("here", need=1, have=2, limit=3)))
     assert (str(error), error.need, error.have, error.limit) == (
-        "here: need 1 bytes more with 2 bytes taken, limit 3 bytes",
+        "here: expected at most 3 bytes, got 2 bytes and a need of 1 more",
         1,
         2,
         3,
@@ -1280,3 +1280,14 @@ def test_trim_leaves_a_sleeping_pool_as_it_is(make_pool, spec, q):
     pool.wake()
     assert pool.stats().mapped_bytes == mapped
     assert pool.acquire(spec, 1000, q).out.data_ptr() == base
+
+
+@pytest.mark.parametrize(
+    ("like", "text"),
+    [("foo", "like: expected a device, got 'foo'"), ("cuda", "like: expected a device that is here, got cuda")],
+)
+def test_reserve_names_a_device_that_is_not_there(make_pool, spec, like, text):
+    if like == "cuda" and torch.cuda.is_available():
+        pytest.skip("CUDA is here")
+    with pytest.raises(ValueError, match=text):
+        make_pool().reserve(spec, 1, like)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import __version__
+from ..debug import Debug
 from ..errors import BufpoolError
 from .usage import EXIT_USAGE, Parser, UsageError
 
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        _check_debug_mode()
         return _run(arguments)
     except UsageError as e:
         return _fail(arguments, _one_line(e), EXIT_USAGE)
@@ -53,6 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of stdout is gone; keep the interpreter from flushing to it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except OSError as e:
+        return _fail(arguments, _one_line(e), EXIT_FAILED)
+
+
+def _check_debug_mode() -> None:
+    try:
+        Debug.from_environment()
+    except ValueError as e:
+        raise UsageError(str(e)) from e
 
 
 def _run(arguments: list[str]) -> int:
@@ -66,7 +77,8 @@ def _run(arguments: list[str]) -> int:
     asked = next((word for word in arguments if word in _COMMANDS), None)
     function = None
     for name, (module_name, function_name, purpose) in _COMMANDS.items():
-        command = commands.add_parser(name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".")
+        text = purpose[0].upper() + purpose[1:] + "."
+        command = commands.add_parser(name, help=purpose, description=text, allow_abbrev=False)
         if name == asked:
             module = importlib.import_module(f".{module_name}", __name__)
             module.add_arguments(command)
