@@ -577,5 +577,7 @@ def test_an_unknown_debug_mode_is_one_line(monkeypatch, capsys):
 
 
 def test_options_are_not_guessed_from_their_start(capsys):
-    assert main(["run", "--max", "5"]) == 2
+    with pytest.raises(SystemExit) as end:
+        main(["run", "--max", "5"])
+    assert end.value.code == 2
     assert "--max" in capsys.readouterr().err

@@ -496,7 +496,8 @@ def test_a_held_result_is_never_evicted(make_pool, page_spec, q):
     error = failure.value
     assert (error.need, error.have, error.limit) == (5 * PAGE, 6 * PAGE, 10 * PAGE)
     assert str(error) == (
-        f"cpu: max_bytes of the pool: expected at most {10 * PAGE} bytes, got {6 * PAGE} bytes and a need of {5 * PAGE} more"
+        f"cpu: max_bytes of the pool: expected at most {10 * PAGE} bytes,"
+        f" got {6 * PAGE} bytes and a need of {5 * PAGE} more"
     )
     assert holds(held, 5)
 
