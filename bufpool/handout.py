@@ -17,7 +17,7 @@ Note [Exact liveness]
     reference to it. It costs several times as much.
     Limits: whoever keeps only the number that ``data_ptr()`` gave is not seen.
 
-This module is the place of a native fast path: a compiled ``Handout`` with the same three methods.
+This module is the place of a native fast path: a compiled ``Handout`` with the same methods.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .errors import BufpoolError
 from .spec import OutputSpec
 from .torch_state import from_dlpack, normal_mode, to_dlpack
 
-__all__ = ["Handout", "OwnerHandout", "PostHandout", "make_handout"]
+__all__ = ["Handout", "OwnerHandout", "PostHandout", "TripleHandout", "make_handout"]
 
 
 class Handout(abc.ABC):
@@ -109,6 +109,7 @@ _IDLE = 2
 _RECORD_BYTES = ctypes.sizeof(_Record)
 _WORDS = _RECORD_BYTES // 4  # 32-bit words from one record's state to the next
 
+_new_tuple = tuple.__new__
 _capsule_name = ctypes.create_string_buffer(b"dltensor_versioned")
 _NAME = ctypes.addressof(_capsule_name)
 _new_capsule = ctypes.pythonapi["PyCapsule_New"]
@@ -239,17 +240,22 @@ class PostHandout(Handout):
                 states[state] = _LIVE
                 name[0] = _NAME
                 tensors.append(from_dlpack(capsule))
-            return tuple.__new__(self._outputs_type, tensors)
+            return _new_tuple(self._outputs_type, tensors)
         except BaseException:
-            if not is_making:
-                self.rows = former
-                states[0] = _IDLE
-                raise
             del tensors  # their ends are posted; what is still marked live was never made
-            self.rows = 0  # the dims may be half written
-            for _, _, state in self._places:
-                states[state] = _IDLE
+            self._take_back(former, is_making)
             raise
+
+    def _take_back(self, former: int, is_making: bool) -> None:
+        """After an exception: end the claim. ``former`` are the rows of the last outputs, if making had not begun."""
+        states = self._states
+        if not is_making:
+            self.rows = former
+            states[0] = _IDLE
+            return
+        self.rows = 0  # the dims may be half written
+        for _, _, state in self._places:
+            states[state] = _IDLE
 
     def is_live(self) -> bool:
         states = self._states
@@ -270,6 +276,55 @@ class PostHandout(Handout):
             self._dims.release()
             host_memory.free(self._block)
             self._block = 0
+
+
+class TripleHandout(PostHandout):
+    """Three tensors, as attention kernels write: ``take`` without its loops, which is a seventh of its time."""
+
+    __slots__ = ("_triple",)
+
+    def __init__(self, spec: OutputSpec, device: torch.device, addresses: tuple[int, ...]) -> None:
+        super().__init__(spec, device, addresses)
+        (capsule_0, name_0, _), (capsule_1, name_1, state_1), (capsule_2, name_2, state_2) = self._places
+        self._triple = (capsule_0, name_0, capsule_1, name_1, state_1, capsule_2, name_2, state_2)
+
+    def take(self, rows: int) -> Any:
+        states = self._states
+        if rows > self.capacity or states[0] == _LIVE:  # the claim of PostHandout.take
+            return None
+        states[0] = _LIVE
+        former = self.rows
+        if rows > former:
+            self.rows = rows
+        first = second = third = None
+        is_making = False
+        try:
+            capsule_0, name_0, capsule_1, name_1, state_1, capsule_2, name_2, state_2 = self._triple
+            if states[state_1] == _LIVE or states[state_2] == _LIVE:
+                self.rows = former
+                states[0] = _IDLE
+                return None
+            is_making = True
+            if rows != former:
+                self.rows = rows
+                if rows > self.high_water_rows:
+                    self.high_water_rows = rows
+                dims = self._dims
+                for at in self._row_places:
+                    dims[at] = rows
+            name_0[0] = _NAME
+            first = from_dlpack(capsule_0)
+            states[state_1] = _LIVE
+            name_1[0] = _NAME
+            second = from_dlpack(capsule_1)
+            states[state_2] = _LIVE
+            name_2[0] = _NAME
+            third = from_dlpack(capsule_2)
+            return _new_tuple(self._outputs_type, (first, second, third))
+        except BaseException:
+            del first, second, third
+            self._take_back(former, is_making)
+            raise
 
 
 class _HostOwner:
@@ -418,5 +473,5 @@ def make_handout(spec: OutputSpec, device: torch.device, addresses: tuple[int, .
     if device.type not in _posts:
         _posts[device.type] = _try_posts(device, probe_address)
     if _posts[device.type] and all(map(_travels, spec.dtypes)):
-        return PostHandout(spec, device, addresses)
+        return (TripleHandout if len(spec) == 3 else PostHandout)(spec, device, addresses)
     return OwnerHandout(spec, device, addresses)

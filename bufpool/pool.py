@@ -164,18 +164,27 @@ class OutputPool:
                 stream = 0 if tensor.is_cpu else _PER_THREAD_STREAM
             key = (index, stream, spec.key)
             # Only a stream that was used before can have a lane, so a forked child asks torch nothing about CUDA here.
-            if key in self._quick and (
+            quick = self._quick
+            lane = quick.get(key)
+            if lane is not None and (
                 stream == 0
                 or (stream != _PER_THREAD_STREAM and index == current_device() and not is_current_stream_capturing())
             ):
                 with self._lock:
-                    lane = self._quick.get(key)
-                    if lane is not None and rows > 0 and not self._busy:
+                    # A lane that was dropped meanwhile has no capacity: its slots refuse.
+                    if self._quick is quick and not self._busy and rows > 0:
+                        current = lane.current
                         if is_inference():
                             with normal_mode(False):
                                 outputs = lane.take(rows)
-                        else:
+                        elif current is None or current.readers:
                             outputs = lane.take(rows)
+                        else:
+                            outputs = current.handout.take(rows)
+                            if outputs is None:
+                                outputs = lane.take(rows)
+                            else:
+                                lane.acquires += 1
                         if outputs is not None:
                             return outputs
         return self._acquire(spec, rows, like)

@@ -24,6 +24,11 @@ def pair():
 
 
 @pytest.fixture
+def trio():
+    return OutputSpec(out=((4,), torch.float32), max_logits=((), torch.float32), lse=((), torch.float32))
+
+
+@pytest.fixture
 def doubled(pool, pair):
     """A function that writes its result into memory of the pool, whose lane was used before."""
     pool.acquire(pair, 3, torch.zeros(3, 4))
@@ -177,18 +182,18 @@ class _Tick(BaseException):
 
 def _raise_in_take(line_of, call):
     """The exception of ``call`` when a signal handler raises in ``PostHandout.take``, in a line that holds ``line_of``."""
-    code = handout.PostHandout.take.__code__
+    codes = {handout.PostHandout.take.__code__, handout.TripleHandout.take.__code__}
     is_done = False
 
     def in_take(frame, event, arg):
         nonlocal is_done
-        if event == "line" and not is_done and line_of in linecache.getline(code.co_filename, frame.f_lineno):
+        if event == "line" and not is_done and line_of in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
             is_done = True
             raise _Tick
         return in_take
 
     former = sys.gettrace()
-    sys.settrace(lambda frame, event, arg: in_take if frame.f_code is code else None)
+    sys.settrace(lambda frame, event, arg: in_take if frame.f_code in codes else None)
     try:
         call()
     except BaseException as error:
@@ -199,30 +204,50 @@ def _raise_in_take(line_of, call):
 
 
 @pytest.mark.parametrize(
-    "line_of",
-    ["if states[state] == _LIVE", "from_dlpack(capsule)", "return tuple.__new__"],
+    ("spec_name", "line_of"),
+    [
+        ("pair", "if states[state] == _LIVE"),
+        ("pair", "from_dlpack(capsule)"),
+        ("pair", "return _new_tuple"),
+        ("trio", "if states[state_1] == _LIVE"),
+        ("trio", "states[state_1] = _LIVE"),
+        ("trio", "third = from_dlpack(capsule_2)"),
+        ("trio", "return _new_tuple"),
+    ],
 )
-def test_an_exception_of_a_signal_handler_inside_a_hit_leaves_no_slot_held(pool, pair, line_of):
+def test_an_exception_of_a_signal_handler_inside_a_hit_leaves_no_slot_held(pool, request, spec_name, line_of):
+    spec = request.getfixturevalue(spec_name)
     like = torch.zeros(1)
-    pool.acquire(pair, 3, like)
-    error = _raise_in_take(line_of, lambda: pool.acquire(pair, 3, like))
+    pool.acquire(spec, 3, like)
+    error = _raise_in_take(line_of, lambda: pool.acquire(spec, 3, like))
     assert type(error) is _Tick
     del error
     gc.collect()
     assert pool.stats().live_slots == 0
-    assert pool.acquire(pair, 3, like).out.shape == (3, 4)
+    assert pool.acquire(spec, 3, like).out.shape == (3, 4)
     assert pool.stats().slots == 1
 
 
-@pytest.mark.parametrize("line_of", ["from_dlpack(capsule)", "return tuple.__new__"])
-def test_no_memory_is_unmapped_under_a_tensor_that_a_traceback_keeps(pool, pair, line_of):
+@pytest.mark.parametrize(
+    ("spec_name", "line_of"),
+    [
+        ("pair", "from_dlpack(capsule)"),
+        ("pair", "return _new_tuple"),
+        ("trio", "second = from_dlpack(capsule_1)"),
+        ("trio", "return _new_tuple"),
+    ],
+)
+def test_no_memory_is_unmapped_under_a_tensor_that_a_traceback_keeps(pool, request, spec_name, line_of):
+    pair = request.getfixturevalue(spec_name)
     like = torch.zeros(1)
     pool.acquire(OutputSpec(first=((), torch.float32)), 1, like)  # so that the probe is done
     error = _raise_in_take(line_of, lambda: pool.acquire(pair, 3, like))
     assert type(error) is _Tick  # and no AssertionError, which came after the unmapping
     traceback = error.__traceback__
     while traceback is not None:
-        assert not traceback.tb_frame.f_locals.get("tensors")
+        kept = traceback.tb_frame.f_locals
+        assert not kept.get("tensors")
+        assert not {"first", "second", "third"} & kept.keys()
         traceback = traceback.tb_next
     assert pool.stats().slots == 1  # that of the probe
 

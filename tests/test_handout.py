@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bufpool import OutputSpec, handout
-from bufpool.handout import OwnerHandout, PostHandout
+from bufpool.handout import OwnerHandout, PostHandout, TripleHandout
 
 pytestmark = pytest.mark.usefixtures("each_handout")
 
@@ -62,8 +62,17 @@ def the_slot_is_free(pool, spec, rows, q, base):
 
 def test_the_fixture_chooses_the_hand_out(pool, spec, q, each_handout):
     pool.acquire(spec, 2, q)
-    kind = type(pool._slots[0].handout)
-    assert kind is (PostHandout if each_handout == "post" else OwnerHandout)
+    post = TripleHandout if len(spec) == 3 else PostHandout
+    assert type(pool._slots[0].handout) is (post if each_handout == "post" else OwnerHandout)
+
+
+@pytest.fixture(params=[2, 3], ids=["two tensors", "three tensors"])
+def spec(request):
+    """Three tensors have a hand-out of their own."""
+    tensors = {"out": ((8, 64), torch.bfloat16), "lse": ((8,), torch.float32)}
+    if request.param == 3:
+        tensors["max_logits"] = ((8,), torch.float32)
+    return OutputSpec(**tensors)
 
 
 @pytest.mark.parametrize("rows", [1, 10, 1000])
@@ -237,7 +246,7 @@ MUTATIONS = [
 @pytest.mark.parametrize("mutate", MUTATIONS)
 def test_the_next_result_is_as_new_whatever_the_last_holder_did(pool, spec, q, mutate):
     base = addresses(pool.acquire(spec, 10, q))
-    mutate(*pool.acquire(spec, 10, q))
+    mutate(*pool.acquire(spec, 10, q)[:2])
     gc.collect()
     outputs = pool.acquire(spec, 10, q)
     assert addresses(outputs) == base
@@ -249,7 +258,7 @@ def test_the_next_result_is_as_new_whatever_the_last_holder_did(pool, spec, q, m
 def test_a_result_that_is_still_held_after_a_change_is_left_alone(pool, spec, q, mutate):
     held = pool.acquire(spec, 10, q)
     held.out.fill_(3)
-    mutate(*held)
+    mutate(*held[:2])
     for _ in range(3):
         outputs = pool.acquire(spec, 10, q)
         assert_as_new(outputs, spec, 10)
@@ -304,14 +313,14 @@ def saved_bytes(tensor):
 
 def test_ten_rows_of_a_large_slot_are_saved_as_ten_rows(pool, spec, q):
     pool.reserve(spec, 10_000, q)
-    out, lse = pool.acquire(spec, 10, q)
+    out, lse, *_ = pool.acquire(spec, 10, q)
     assert saved_bytes(out) < 10 * 1024 + 4096
     assert saved_bytes(lse) < 10 * 32 + 4096
 
 
 def test_ten_rows_of_a_large_slot_are_pickled_as_ten_rows(pool, spec, q):
     pool.reserve(spec, 10_000, q)
-    out, lse = pool.acquire(spec, 10, q)
+    out, lse, *_ = pool.acquire(spec, 10, q)
     out.fill_(2)
     written = pickle.dumps(out)
     assert len(written) < 10 * 1024 + 4096
@@ -439,7 +448,7 @@ def test_whatever_shares_the_memory_keeps_the_result(pool, spec, q, keep):
     outputs = pool.acquire(spec, 10, q)
     base = addresses(outputs)
     fill(outputs, 5)
-    held, is_intact = keep(*outputs)
+    held, is_intact = keep(*outputs[:2])
     del outputs
     for _ in range(3):
         other = pool.acquire(spec, 10, q)
