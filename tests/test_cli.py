@@ -571,6 +571,7 @@ def test_interrupted_run_is_quiet_and_exits_130():
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a shell's background job ignores it
     )
     assert process.stderr.readline().startswith("bufpool run: 400 of 4000 calls")
     process.send_signal(signal.SIGINT)
