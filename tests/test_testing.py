@@ -101,7 +101,7 @@ def fails(fn, like, *, spec=SPEC, rows=ROWS):
 
 def test_nothing_written(like):
     text = fails(lambda outputs: None, like)
-    assert text.startswith("out: expected every element to be written, got row 0, column (0, 0) as it was (not written, or computed from what lay there): old bits 0x")
+    assert text.startswith("out: expected every element to be written, got row 0, column (0, 0) as it was (not written, or")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_one_element_unwritten(like, name, place, named):
         getattr(outputs, name)[place] = old
 
     text = fails(leaves_one_out, like)
-    assert text.startswith(f"{name}: expected every element to be written, got {named} as it was (not written, or computed from what lay there): old bits 0x")
+    assert text.startswith(f"{name}: expected every element to be written, got {named} as it was (not written, or")
 
 
 def test_the_bits_are_those_before_and_after(like):

@@ -132,7 +132,8 @@ class _Field:
             )
         if bool(unchanged[row, column]):
             raise WriteContractError(
-                f"{self.name}: expected every element to be written, got {place} as it was (not written, or computed from what lay there): "
+                f"{self.name}: expected every element to be written, got {place} as it was"
+                " (not written, or computed from what lay there): "
                 f"old bits {old[0]}, new bits {new[0]}; in the second run old bits {old[1]}, new bits {new[1]}"
             )
         raise WriteContractError(
