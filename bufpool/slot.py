@@ -106,7 +106,12 @@ class Slot:
                 if arenas is not None:
                     break
                 if size <= floor:
-                    raise PoolLimitError(f"{self.device}: address space for {rows} rows", need=least, have=0, limit=size)
+                    raise PoolLimitError(
+                        f"{self.device}: address range for {rows} rows, refused by the system",
+                        need=least,
+                        have=0,
+                        limit=size,
+                    )
                 size = max(floor, size // 2)
         except BaseException:
             ADDRESS_BUDGET.give_back(granted)

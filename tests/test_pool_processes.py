@@ -405,4 +405,4 @@ assert pool.stats().slots == 1
 """
     )
     assert_quiet(done)
-    assert "address space for 100 rows: need" in done.stdout
+    assert "address range for 100 rows, refused by the system: expected at most" in done.stdout

@@ -67,7 +67,7 @@ def test_fixture(run_suite):
     result.stdout.fnmatch_lines(
         [
             "*write_only(leaves_one, SPEC, 5, Q)*",
-            "E*WriteContractError: lse: expected every element to be written, got row 4, column 0 as it was:*",
+            "E*WriteContractError: lse: expected every element to be written, got row 4, column 0 as it was (not*",
             "FAILED *::test_unwritten - *",
         ]
     )
