@@ -687,9 +687,9 @@ class OutputPool:
                             if lane.key.device not in synchronized:
                                 _synchronize(lane.key.device)
                                 synchronized.add(lane.key.device)
-                            for slot in list(lane.slots):
+                            self._forget(self._lanes, key)  # first: a child forked in between must not find the slots
+                            for slot in lane.slots:
                                 self._discard(slot)
-                            self._forget(self._lanes, key)
                         lane.acquires_at_trim = lane.acquires
                     notes.append((logging.INFO, f"trim: gave back {freed} bytes"))
                     return freed

@@ -130,7 +130,7 @@ def test_where_the_system_gives_nothing_at_all_it_is_a_limit_error(triple, monke
     asked = []
     monkeypatch.setattr(host_memory, "reserve", lambda nbytes: asked.append(nbytes))
     taken = ADDRESS_BUDGET.taken
-    with pytest.raises(PoolLimitError, match="address space for 10 rows"):
+    with pytest.raises(PoolLimitError, match="address range for 10 rows"):
         Slot(triple, CPU, "host", 10)
     assert ADDRESS_BUDGET.taken == taken
     assert LEAST_RESERVATION_BYTES // 2 < min(asked) <= LEAST_RESERVATION_BYTES
