@@ -33,6 +33,9 @@ _INPUTS = (
     "Tensor q, Tensor kv, Tensor indices, float sm_scale, float q_scale, float kv_scale, *, Tensor? q_scale_tensor=None, "
     "Tensor? kv_scale_tensor=None, Tensor? attn_sink=None, Tensor? topk_length=None, str backend='auto'"
 )
+# A default more, and inductor, which compares the two schemas, takes the out form for no out variant of the functional one.
+# A variant it would call by itself, in torch 2.13 also with outputs that it dropped because nobody uses them: a NameError.
+_OUT_INPUTS = _INPUTS.replace("float kv_scale,", "float kv_scale=1.0,")
 _OUTPUTS = "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse"
 
 _fresh = FreshAllocator()
@@ -108,7 +111,7 @@ def _register() -> None:
     compliant = torch.Tag.pt2_compliant_tag
     forms = (
         (NAME, f"({_INPUTS}) -> (Tensor, Tensor, Tensor)", (compliant,), _functional, _functional_fake),
-        (f"{NAME}.out", f"({_INPUTS}, {_OUTPUTS}) -> ({written})", (compliant, _out_tag), _out, _out_fake),
+        (f"{NAME}.out", f"({_OUT_INPUTS}, {_OUTPUTS}) -> ({written})", (compliant, _out_tag), _out, _out_fake),
     )
     for name, schema, tags, kernel, fake in forms:
         torch.library.define(name, schema, tags=[tag for tag in tags if tag is not None])
