@@ -329,7 +329,8 @@ class OutputPool:
             like: a tensor, several, or a device.
 
         Raises:
-            Like ``acquire``.
+            DeviceMismatchError, PoolLimitError, CaptureError, BufpoolError: as in ``acquire``.
+            TypeError, ValueError: an argument of the wrong kind, or a device that is not here.
         """
         if not isinstance(spec, OutputSpec):
             raise TypeError(f"spec: expected an OutputSpec, got {spec!r}")

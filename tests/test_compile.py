@@ -196,12 +196,13 @@ def test_one_graph_gives_the_eager_result(backend, options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scales", [(0.5, 2.0), (1, 2), ("tensor", 2.0), (0.5, "tensor"), ("tensor", "tensor")])
-def test_scales_are_numbers_or_tensors(backend, scales):
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("scales", [(0.5, 2.0), (1, 2), (1.0, 1.0), ("tensor", 2.0), (0.5, "tensor"), ("tensor", "tensor")])
+def test_scales_are_numbers_or_tensors(backend, scales, given):
     arguments = make()
     arguments["q_scale"], arguments["kv_scale"] = (torch.tensor([0.25]) if scale == "tensor" else scale for scale in scales)
     compiled = torch.compile(sparse_mla_prefill, fullgraph=True, backend=backend)
-    assert same_bits(compiled(**arguments), eager(arguments))
+    assert same_bits(compiled(**arguments, **(outputs_for() if given else {})), eager(arguments))
 
 
 def test_a_tensor_scale_may_change_its_value_without_a_new_graph():

@@ -52,7 +52,7 @@ def _functional(
     indices: torch.Tensor,
     sm_scale: float,
     q_scale: float,
-    kv_scale: float,
+    kv_scale: float = 1.0,  # the dispatcher leaves out what equals the default of the out form
     *,
     q_scale_tensor: torch.Tensor | None = None,
     kv_scale_tensor: torch.Tensor | None = None,
