@@ -109,9 +109,13 @@ def test_sdist_holds_tests_and_their_settings(archives) -> None:
         "README.md",
         "CHANGELOG.md",
         "LICENSE",
+        "CONTRIBUTING.md",
+        "mkdocs.yml",
         ".ci/run",
-        "tests/test_package.py",
     }
+    for folder in ("benchmarks", "docs", "examples", "tests"):
+        files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".svg")]
+        wanted |= {str(path.relative_to(ROOT)) for path in files}
     assert wanted | {f"csrc/{name}" for name in SOURCES} <= names
     assert not [name for name in names if name.startswith((".venv", "build/", "dist/"))]
 

@@ -1,6 +1,12 @@
-"""README and docs: the commands are the ones that CI runs, the code runs, the links lead somewhere."""
+"""README and docs: the commands are the ones that CI runs, the code runs, the links lead somewhere.
 
+A python block runs, and so does a bash block: from the root of the tree, with ``bufpool`` and ``python`` on the path. What
+cannot run here has a comment ``<!-- not run: WHY -->`` in the line above.
+"""
+
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -8,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import bufpool
 
 try:
     import tomllib
@@ -107,6 +115,17 @@ def test_build_needs_no_torch() -> None:
     assert [re.split(r"[<>=]", requirement)[0] for requirement in build] == ["hatchling"]
 
 
+# A block of any other language would be neither run nor compared: plain text and drawings have none.
+LANGUAGES = {"", "bash", "diff", "python"}
+# What torch.compile itself lets off (torch 2.13).
+OF_TORCH = ["-W", "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"]
+
+
+def unknown_languages(page: Path) -> list[str]:
+    fences = re.findall(r"^( *(?:`{3,}|~{3,}))(.*)$", page.read_text(), re.M)
+    return [f"{page.name}: {fence}{word}" for fence, word in fences[::2] if word not in LANGUAGES or fence != "```"]
+
+
 CODE = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if blocks(page, "python")]
 
 
@@ -123,7 +142,9 @@ def wrong_code(page: Path, folder: Path) -> list[str]:
         outputs.append(printed.get(line + text.count("\n") + 2))
     path = folder / "page.py"
     path.write_text(program)
-    run = subprocess.run([sys.executable, "-W", "error", path], capture_output=True, text=True, timeout=120, cwd=folder)
+    command = [sys.executable, "-W", "error", *OF_TORCH, path]
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}  # not what an older tree compiled
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=env)
     if run.returncode != 0:
         return [f"{page.name}: {run.stderr}"]
     return [
@@ -131,6 +152,39 @@ def wrong_code(page: Path, folder: Path) -> list[str]:
         for (line, _), got, wanted in zip(parts, run.stdout.split("<end of block>\n"), outputs, strict=False)
         if wanted is not None and got != wanted
     ]
+
+
+COMMANDS = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if blocks(page, "bash")]
+NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
+
+
+def commands(page: Path) -> list[tuple[int, str]]:
+    """First line and text of the bash blocks that run here."""
+    lines = page.read_text().splitlines()
+    return [(line, text) for line, text in blocks(page, "bash") if line < 3 or not NOT_RUN.fullmatch(lines[line - 3])]
+
+
+def failed_commands(page: Path, folder: Path) -> list[str]:
+    """Runs the bash blocks of a page in a folder that looks like the root of the tree."""
+    tree, tools = folder / "tree", folder / "bin"
+    tree.mkdir(exist_ok=True)
+    tools.mkdir(exist_ok=True)
+    for name in ("benchmarks", "csrc", "docs", "examples", "tests"):
+        if not (tree / name).exists():
+            (tree / name).symlink_to(ROOT / name)
+    for tool, rest in {"python": "", "bufpool": " -m bufpool"}.items():
+        (tools / tool).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)}{rest} "$@"\n')
+        (tools / tool).chmod(0o755)
+    env = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    found = []
+    for line, text in commands(page):
+        shell = ["bash", "-euo", "pipefail", "-c", text]
+        run = subprocess.run(
+            shell, capture_output=True, text=True, timeout=120, cwd=tree, env=env, stdin=subprocess.DEVNULL
+        )
+        if run.returncode != 0:
+            found.append(f"{page.name}:{line}: exit code {run.returncode}: {run.stderr}")
+    return found
 
 
 def broken_links(page: Path) -> list[str]:
@@ -144,6 +198,15 @@ def broken_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", CODE)
 def test_code_of_the_page_runs(page, tmp_path) -> None:
     assert wrong_code(page, tmp_path) == []
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_commands_of_the_page_run(page, tmp_path) -> None:
+    assert failed_commands(page, tmp_path) == []
+
+
+def test_no_block_is_overlooked() -> None:
+    assert [fault for page in PAGES for fault in unknown_languages(page)] == []
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES])
@@ -165,8 +228,53 @@ def test_planted_faults_are_found(tmp_path) -> None:
     assert "NameError" in fault
 
 
+def test_planted_faults_in_commands_are_found(tmp_path) -> None:
+    page = tmp_path / "page.md"
+    good = "```bash\nbufpool --version\npython -c 'import bufpool'\n```\n"
+    page.write_text(good + "\n<!-- not run: it fails -->\n```bash\nfalse\n```\n")
+    assert failed_commands(page, tmp_path) == unknown_languages(page) == []
+    page.write_text(good + "\n```bash\necho why >&2\nfalse\necho no\n```\n")
+    assert failed_commands(page, tmp_path) == ["page.md:7: exit code 1: why\n"]
+    page.write_text("```py\nx\n```\n\n~~~\n~~~\n\n````python\n````\n  ```bash\n  ```\n")
+    assert unknown_languages(page) == ["page.md: ```py", "page.md: ~~~", "page.md: ````python", "page.md:   ```bash"]
+
+
 def test_index_names_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("**/*.md")} - {"README.md"}
     missing = {page for page in pages if f"]({page})" not in index}
     assert not missing
+
+
+def test_site_has_every_page() -> None:
+    pages = sorted(str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").glob("**/*.md"))
+    _, found, rest = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
+    assert found
+    nav = re.match(r"(?: +.*\n)*", rest)
+    assert nav is not None
+    assert sorted(re.findall(r"\S+\.md$", nav[0], re.M)) == pages
+
+
+def test_reference_has_every_public_name() -> None:
+    listed = set(re.findall(r"^::: bufpool\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.M))
+    assert listed == set(bufpool.__all__)
+
+
+def test_catalogue_has_every_error() -> None:
+    headings = set(re.findall(r"^## (\w+Error)$", (ROOT / "docs" / "errors.md").read_text(), re.M))
+    assert headings == set(bufpool.errors.__all__)
+
+
+FIGURES = [pytest.param(path, id=path.name) for path in sorted((ROOT / "docs" / "figures").glob("*.py"))]
+
+
+@pytest.mark.parametrize("script", FIGURES)
+def test_figure_is_what_its_script_draws(script) -> None:
+    figure = script.with_name(script.stem.replace("_", "-") + ".svg")
+    assert figure.read_text() == runpy.run_path(str(script))["render"]()
+
+
+def test_every_figure_has_a_script() -> None:
+    folder = ROOT / "docs" / "figures"
+    drawn = {path.stem.replace("_", "-") for path in folder.glob("*.py")}
+    assert {path.stem for path in folder.glob("*.svg")} == drawn
