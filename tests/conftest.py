@@ -86,12 +86,15 @@ def pool(make_pool):
 
 @pytest.fixture
 def run_script():
-    """Runs a script (text, or the path of a file) in another interpreter, from the root; returns the finished process."""
+    """Runs a script (text, or the path of a file) in another interpreter, from the root; returns the finished process.
 
-    def run(script, *args, timeout=120, options=(), **environment):
+    ``before`` is what its command line starts with, such as another program that runs it.
+    """
+
+    def run(script, *args, timeout=120, before=(), options=(), **environment):
         source = [str(script)] if isinstance(script, Path) else ["-c", textwrap.dedent(script)]
         return subprocess.run(
-            [sys.executable, *options, *source, *map(str, args)],
+            [*map(str, before), sys.executable, *options, *source, *map(str, args)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
             capture_output=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import importlib.util
 import json
 import logging
@@ -191,26 +190,6 @@ def test_an_entry_that_cannot_be_read_is_said(sources, compiles, tmp_path, caplo
         compile_source(SOURCE, cache_dir=tmp_path)
     assert "expected to read" in caplog.text
     assert len(compiles) == 2
-
-
-def test_processes_that_miss_together_leave_one_whole_entry(run_script, tmp_path):
-    script = """
-        import sys, pathlib
-        from bufpool.jit import compiler
-        from bufpool.jit.compiler import Binary, Source, compile_source
-        compiler._compile = lambda source, arch: Binary(source, arch, bytes(3_000_000), 1, 0, 0.0, False)
-        source = Source("sparse", "sparse_mla_prefill.cu", "e", (), 32, 0)
-        for _ in range(20):
-            compiler._memory.clear()
-            found = compile_source(source, cache_dir=sys.argv[1])
-            assert found.image == bytes(3_000_000)
-    """
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        done = list(pool.map(lambda _: run_script(script, tmp_path), range(4)))
-    for process in done:
-        assert process.returncode == 0, process.stderr
-        assert process.stderr == ""
-    assert len(entries(tmp_path)) == 1
 
 
 @pytest.mark.parametrize("arch", ["", "90", "compute_90a", "sm_90a -O0", "SM_90"])

@@ -78,10 +78,22 @@ def test_faults_are_named(changes, fault):
 @pytest.mark.parametrize(("spill_bytes", "code"), [(0, 0), (4, 1)])
 def test_exit_code_tells_of_spills(spill_bytes, code, monkeypatch, capsys):
     monkeypatch.setattr(cli, "compile_source", lambda source, arch, reuse: make_binary(spill_bytes=spill_bytes))
+    monkeypatch.setattr(cli, "is_kept", lambda binary: True)
     assert cli.run_compile(argparse.Namespace(arch="sm_90a", json=False)) == code
     printed = capsys.readouterr()
     assert "128 registers" in printed.out
     assert ("spilled registers" in printed.err) == bool(code)
+
+
+def test_kernels_that_could_not_be_kept_are_named_and_fail(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("BUFPOOL_CACHE_DIR", str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(cli, "compile_source", lambda source, arch, reuse: make_binary())
+    assert cli.run_compile(argparse.Namespace(arch="sm_90a", json=False)) == 1
+    printed = capsys.readouterr()
+    wanted = f"{VARIANTS[576].name}: expected to be kept in {tmp_path / 'file'} (BUFPOOL_CACHE_DIR), got no entry there\n"
+    assert printed.err.endswith(wanted)
+    assert "kept in" not in printed.out
 
 
 def test_parameters_are_packed_as_the_kernel_declares_them():

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 
-from ..jit.compiler import Binary, cache_directory, compile_source
+from ..jit.compiler import Binary, cache_directory, compile_source, is_kept
 from ..ops.sparse_mla_sm90 import ARCH, VARIANTS
 from .table import bytes_text, print_table
 
@@ -26,18 +26,21 @@ def run_compile(args: argparse.Namespace) -> int:
     """Compile all variants anew, keep them in the cache, and print what each takes. Needs NVRTC, but no GPU.
 
     Returns:
-        1 if a variant spills registers or takes more shared memory than a CTA may have, else 0.
+        1 if a variant spills registers, takes more shared memory than a CTA may have, or could not be kept, else 0.
 
     Raises:
         CompileError: a variant does not compile; the text ends with the compiler's log.
     """
     binaries = [compile_source(source, args.arch, reuse=False) for source in VARIANTS.values()]
     found = [fault for binary in binaries for fault in faults(binary)]
+    lost = [binary.source.name for binary in binaries if not is_kept(binary)]
+    if lost:
+        found.append(f"{', '.join(lost)}: expected to be kept in {_folder()} (BUFPOOL_CACHE_DIR), got no entry there")
     if args.json:
         print(json.dumps({"kernels": [_facts(binary) for binary in binaries]}))
     else:
         print_table(
-            f"compiled for {args.arch}, kept in {cache_directory()}",
+            f"compiled for {args.arch}" + ("" if lost else f", kept in {_folder()}"),
             [(binary.source.name, _line(binary)) for binary in binaries],
         )
     for fault in found:
@@ -56,6 +59,13 @@ def faults(binary: Binary) -> list[str]:
     if source.shared_bytes > MAX_SHARED_BYTES:
         found.append(f"{name}: expected at most {MAX_SHARED_BYTES} bytes of shared memory, got {source.shared_bytes}")
     return found
+
+
+def _folder() -> str:
+    try:
+        return str(cache_directory())
+    except RuntimeError as e:  # no home
+        return f"a folder of the user ({e})"
 
 
 def _facts(binary: Binary) -> dict[str, object]:

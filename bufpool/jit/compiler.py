@@ -4,7 +4,8 @@ Nothing happens at import: cuda.core, NVRTC and the cache directory are touched 
 
 *Concurrency*: safe from several threads and processes. A cache entry is written to a temporary file and renamed, and
 carries a digest of itself, so a reader sees a whole entry, or none. Two processes that miss at once compile twice and
-write the same bytes.
+write the same bytes. A process that is killed leaves at most a temporary file, which a later write removes after a day.
+A folder that is full or cannot be written is said once for each kernel, and memory serves.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from pathlib import Path
 
 from ..errors import CompileError
 
-__all__ = ["Binary", "Source", "cache_directory", "compile_source", "source_directory"]
+__all__ = ["Binary", "Source", "cache_directory", "compile_source", "is_kept", "source_directory"]
 
 _log = logging.getLogger(__name__)
 
 _ENTRY_MAGIC = b"bufpool1"
+_TEMPORARY = ".new-"
+_STALE_SECONDS = 24 * 3600  # no write takes as long
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _INSTALL_HINT = "pip install bufpool[cuda13] (or bufpool[cuda12] with a CUDA 12 driver)"
 
@@ -146,6 +149,21 @@ def compile_source(
     return found
 
 
+def is_kept(binary: Binary, *, cache_dir: str | os.PathLike[str] | None = None) -> bool:
+    """Whether a later process finds this binary on disk. Reads the entry and checks its digest.
+
+    Args:
+        binary: what ``compile_source`` returned.
+        cache_dir: see ``cache_directory``.
+    """
+    try:
+        directory = cache_directory(cache_dir)
+    except RuntimeError:  # no home
+        return False
+    found = _read(directory, _key(binary.source, binary.arch), binary.source, binary.arch)
+    return found is not None and found.image == binary.image
+
+
 # --------------------------------------------------------------------------------------------------------------- NVRTC
 
 
@@ -168,7 +186,7 @@ def _compile(source: Source, arch: str) -> Binary:
             arch=arch,
             std="c++17",
             include_path=[str(directory)],
-            define_macro=list(source.defines),
+            define_macro=list(source.defines) or None,
             ptxas_options=["-v"],
             no_cache=no_cache,
         )
@@ -293,8 +311,10 @@ def _write(directory: Path, key: str, binary: Binary) -> None:
     path = directory / f"{key}.kernel"
     temporary = None
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=".new-", dir=directory)
+        descriptor, temporary = tempfile.mkstemp(prefix=_TEMPORARY, dir=directory)
         with os.fdopen(descriptor, "wb") as file:
+            # For whoever may enter the folder: one user builds an image, another one runs it.
+            os.fchmod(descriptor, 0o644)
             file.write(_ENTRY_MAGIC + hashlib.sha256(payload).digest() + payload)
             file.flush()
             os.fsync(file.fileno())
@@ -304,3 +324,13 @@ def _write(directory: Path, key: str, binary: Binary) -> None:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+    else:
+        _remove_stale(directory)
+
+
+def _remove_stale(directory: Path) -> None:
+    """Remove temporary files of processes that were killed while they wrote."""
+    for path in directory.glob(f"{_TEMPORARY}*"):
+        with contextlib.suppress(OSError):  # another process may be quicker
+            if time.time() - path.stat().st_mtime > _STALE_SECONDS:
+                path.unlink()
