@@ -4,6 +4,7 @@ A python block runs, and so does a bash block: from the root of the tree, with `
 cannot run here has a comment ``<!-- not run: WHY -->`` in the line above.
 """
 
+import importlib.util
 import os
 import re
 import runpy
@@ -159,9 +160,18 @@ NOT_RUN = re.compile(r"<!-- not run: \S.* -->")
 
 
 def commands(page: Path) -> list[tuple[int, str]]:
-    """First line and text of the bash blocks that run here."""
+    """First line and text of the bash blocks that run here: not those that need a GPU or a compiler and find none."""
     lines = page.read_text().splitlines()
-    return [(line, text) for line, text in blocks(page, "bash") if line < 3 or not NOT_RUN.fullmatch(lines[line - 3])]
+    missing = []
+    if not torch.cuda.is_available():
+        missing.append("--device cuda")
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        missing.append("bufpool compile")
+    return [
+        (line, text)
+        for line, text in blocks(page, "bash")
+        if (line < 3 or not NOT_RUN.fullmatch(lines[line - 3])) and not any(words in text for words in missing)
+    ]
 
 
 def failed_commands(page: Path, folder: Path) -> list[str]:
