@@ -16,7 +16,6 @@ Inputs are made outside the clock. A result is dropped before the next call begi
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -31,8 +30,9 @@ from bufpool.allocator import FreshAllocator
 from bufpool.cli.acquire_case import WARM_ROUNDS, Case, Setting, first_fault, lane_heads, make_case
 from bufpool.cli.baselines import GrowOnlyAllocator
 from bufpool.cli.timing import BATCH_CALLS, Loop, median_us, time_loops
+from bufpool.cli.usage import Parser, UsageError, integer, open_device, trace_prompts
 from bufpool.pool import OutputPool
-from bufpool.workloads import Workload, read_trace, suite
+from bufpool.workloads import PROMPT_COLUMN, Workload, suite
 
 HEADS = 128
 D_V = 512
@@ -149,16 +149,19 @@ def judge(figures: dict[str, dict[str, float]], device: torch.device) -> list[di
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Host time per acquire, beside three torch.empty.")
+    parser = Parser(description="Host time per acquire, beside three torch.empty.")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--heads", type=int, default=HEADS)
-    parser.add_argument("--rows", type=int, help="of constant, two-lanes and held (16 on the CPU, 4096 on CUDA)")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--heads", type=integer(1), default=HEADS)
+    parser.add_argument("--rows", type=integer(1), help="of constant, two-lanes and held (16 on the CPU, 4096 on CUDA)")
+    parser.add_argument("--rounds", type=integer(1), default=ROUNDS)
     parser.add_argument("--trace", default=os.environ.get("BUFPOOL_TRACE"), help="CSV of the trace workload")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    device = torch.empty(0, device=args.device).device
-    prompts = read_trace(args.trace) if args.trace else None
+    try:
+        device = open_device(args.device)
+        prompts = trace_prompts(args.trace, PROMPT_COLUMN) if args.trace else None
+    except UsageError as e:
+        parser.error(str(e))
     rows = args.rows or ROWS.get(device.type, 4096)
     figures = run(device, make_workloads(rows, prompts, args.rounds), args.heads)
     judged = judge(figures, device)

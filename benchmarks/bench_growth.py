@@ -16,7 +16,6 @@ distance between two samples (the number of samples taken during growths is repo
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -32,10 +31,11 @@ import torch
 from bufpool.cli.acquire_case import Setting
 from bufpool.cli.footprint import baseline_bytes, pool_bytes
 from bufpool.cli.timing import time_loops
+from bufpool.cli.usage import Parser, UsageError, open_device, trace_prompts
 from bufpool.ops.sparse_mla import sparse_mla_spec
 from bufpool.pool import OutputPool
 from bufpool.spec import OutputSpec
-from bufpool.workloads import Workload, read_trace, suite, synthetic_trace
+from bufpool.workloads import PROMPT_COLUMN, Workload, suite, synthetic_trace
 
 HEADS = 128
 REQUESTS = 20_000
@@ -169,7 +169,7 @@ def _wait(device: torch.device) -> None:
 
 def workload_named(name: str, path: str | None = None) -> Workload:
     """One of the suite; each chunk of the trace once, since more layers would ask for the same rows again."""
-    prompts = read_trace(path) if path else synthetic_trace(REQUESTS)
+    prompts = trace_prompts(path, PROMPT_COLUMN) if path else synthetic_trace(REQUESTS)
     return suite(1, len(prompts), prompts=prompts, layers=1)[name]
 
 
@@ -187,16 +187,20 @@ def judge(figures: dict[str, dict[str, float]], device: torch.device) -> list[di
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Mapped bytes over needed bytes, and what a growth costs.")
+    parser = Parser(description="Mapped bytes over needed bytes, and what a growth costs.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--trace", default=os.environ.get("BUFPOOL_TRACE"), help="CSV of the trace workload")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args(argv)
-    device = torch.empty(0, device=args.device).device
+    try:
+        device = open_device(args.device)
+        trace = workload_named("trace", args.trace)
+    except UsageError as e:
+        parser.error(str(e))
     figures = {
         "growth": growth(device),
         "ramp": fitting(workload_named("ramp"), device),
-        "trace": fitting(workload_named("trace", args.trace), device),
+        "trace": fitting(trace, device),
     }
     judged = judge(figures, device)
     if args.json:

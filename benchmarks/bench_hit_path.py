@@ -8,7 +8,6 @@ Asked: the host time of every step of ``OutputPool.acquire`` on its hit path, ta
 
 from __future__ import annotations
 
-import argparse
 import platform
 import threading
 import time
@@ -18,6 +17,7 @@ import torch
 
 import bufpool
 from bufpool import torch_state
+from bufpool.cli.usage import Parser, UsageError, open_device
 from bufpool.handout import PostHandout
 
 ROWS = 16
@@ -98,11 +98,12 @@ def steps_of(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cpu")
-    device = torch.device(parser.parse_args().device)
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        device = open_device(parser.parse_args().device)
+    except UsageError as e:
+        parser.error(str(e))
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(
         f"{where}, torch {torch.__version__}, Python {platform.python_version()}, {ROWS} rows; us, best of {ROUNDS} rounds"

@@ -5,33 +5,45 @@ once per shape, outside the clock. Kernel and matrix product take turns, each on
 2 s_q h_q topk (d_qk + 512). Not measured: host time, allocation, the first launch's compilation. Shapes, checks and the
 clock are those of ``bufpool bench``.
 
-    python benchmarks/bench_sparse_mla.py [--s-q 4096] [--shapes 0,1] [--seconds 0.3]
+    python benchmarks/bench_sparse_mla.py [--device cuda] [--s-q 4096] [--shapes 0,1] [--seconds 0.3]
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
 
-from bufpool.cli.kernel_case import GEMM_SIZE, S_Q, SHAPES, Gemm, KernelCase, time_kernel
+from bufpool.cli.kernel_case import GEMM_SIZE, S_Q, SHAPES, Gemm, KernelCase, KernelShape, time_kernel
+from bufpool.cli.usage import Parser, UsageError, integer, open_device
+from bufpool.ops.sparse_mla_sm90 import unavailable_reason
+
+
+def shapes_of(text: str) -> list[KernelShape]:
+    """The shapes that an argument names by their numbers."""
+    return [SHAPES[integer(0, len(SHAPES) - 1)(number)] for number in text.split(",")]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--s-q", type=int, default=S_Q, help="queries (default 4096)")
-    parser.add_argument("--shapes", default="", help="which shapes, by number from 0 (default all)")
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--s-q", type=integer(1), default=S_Q, help="queries (default 4096)")
+    parser.add_argument("--shapes", type=shapes_of, default=SHAPES, help="which, by number from 0 (default all): 0,1")
     parser.add_argument("--seconds", type=float, default=0.3, help="launches per shape, in seconds of device time")
     args = parser.parse_args()
-    chosen = [int(number) for number in args.shapes.split(",")] if args.shapes else range(len(SHAPES))
-    device = torch.empty(0, device="cuda").device
+    try:
+        device = open_device(args.device)
+    except UsageError as e:
+        parser.error(str(e))
+    reason = unavailable_reason(device)
+    if reason is not None:
+        parser.error(reason)
     gemm = Gemm(device, seed=0)
     faults = []
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, s_q {args.s_q}")
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}, s_q {args.s_q}")
     print(f"FP8 GEMM {GEMM_SIZE}^3 beside each shape")
     print("d_qk  h_q  topk    s_kv        ms  TFLOP/s     GEMM  of GEMM  gathered GB   TB/s     error")
-    for shape in (SHAPES[number] for number in chosen):
+    for shape in args.shapes:
         case = KernelCase(shape, args.s_q, device, seed=0)
         error, fault = case.error()
         faults += [fault] if fault else []

@@ -544,6 +544,57 @@ def test_benchmarks_keep_their_plain_entry(script, keys, trace):
         assert figures["thresholds"][0]["measure"] == "constant: pool / torch.empty x3"
 
 
+BENCHMARKS = [f"bench_{question}.py" for question in ("acquire", "comparison", "growth", "hit_path", "sparse_mla")]
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without a CUDA device")
+
+
+@no_cuda
+def test_a_benchmark_without_its_device_is_one_line_and_exit_code_2(run_script):
+    script = """
+        import runpy, sys
+        for name in sys.argv[1:]:
+            sys.argv = ["benchmarks/" + name, "--device", "cuda"]
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except SystemExit as e:
+                print(name, e.code)
+        """
+    done = run_script(script, *BENCHMARKS, PYTHONPATH=f"{ROOT}:{ROOT / 'benchmarks'}")
+    assert done.stdout.splitlines() == [f"{name} 2" for name in BENCHMARKS], done.stderr
+    assert done.stderr.splitlines() == [
+        f"{name}: --device: expected cpu (torch sees no CUDA device here), got 'cuda'" for name in BENCHMARKS
+    ]
+
+
+@no_cuda
+@pytest.mark.parametrize(("name", "code"), [("cuda", 0), ("cuda:7", 0), ("abacus", 4)])
+def test_benchmarks_under_pytest_skip_without_cuda_and_refuse_what_is_no_device(name, code):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-rs",
+        "benchmarks/bench_growth.py",
+        "--device",
+        name,
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert f"--device: expected cpu (torch sees no CUDA device here), got {name!r}" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert ("3 skipped" in done.stdout) == (code == 0)
+
+
 # --- On a GPU ---
 
 
