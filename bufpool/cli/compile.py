@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 
 from ..jit.compiler import Binary, cache_directory, compile_source, is_kept
@@ -18,7 +19,9 @@ MAX_SHARED_BYTES = 232_448
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``bufpool compile``."""
-    parser.add_argument("--arch", default=ARCH, help=f"architecture to compile for (default {ARCH})")
+    parser.add_argument(
+        "--arch", type=_architecture, default=ARCH, metavar="NAME", help="architecture to compile for (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout in place of the table")
 
 
@@ -46,6 +49,13 @@ def run_compile(args: argparse.Namespace) -> int:
     for fault in found:
         print(f"bufpool compile: {fault}", file=sys.stderr)
     return 1 if found else 0
+
+
+def _architecture(text: str) -> str:
+    """An argument that names a real architecture. Whether the compiler knows that one, it says itself."""
+    if not re.fullmatch(r"sm_\d{2,3}[af]?", text):
+        raise argparse.ArgumentTypeError(f"expected a real architecture such as {ARCH}, got {text!r}")
+    return text
 
 
 def faults(binary: Binary) -> list[str]:
