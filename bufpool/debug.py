@@ -24,19 +24,12 @@ import torch
 
 from .errors import WriteContractError
 from .handout import OwnerHandout
+from .poison import GUARD_ROWS, bits_text, column_text, poison_bytes
 from .slot import Slot
 from .spec import Outputs, OutputSpec
 from .torch_state import without_modes
 
-__all__ = ["GUARD_ROWS", "POISON_BYTES", "Debug"]
-
-GUARD_ROWS = 128
-"""Rows behind the active ones that ``guard`` watches: more than a kernel's tile of rows reaches past the end."""
-
-# The patterns of bufpool.testing. Neighbours differ, and an element meets another byte at each of four acquires. As
-# floats of any width the bytes are NaN, a large number, its negative, and zero; as integers -1 and the like.
-POISON_BYTES = (0xFF, 0x7A, 0xFA, 0x00)
-BOOL_POISON_BYTES = (0x00, 0x01)  # No other byte is a bool.
+__all__ = ["GUARD_ROWS", "Debug"]
 
 _MODES = ("poison", "guard")
 _SEED_WORDS = 1024  # A multiple of the patterns' lengths.
@@ -110,10 +103,11 @@ class Debug:
                 place = int(wrong.to(torch.uint8).argmax())
                 row, word = divmod(place, guard.shape[1])
                 old, new = int(expected[place]), int(guard[row, word])
-                column = word // (dtype.itemsize // guard.dtype.itemsize)
+                size = guard.dtype.itemsize
+                column = word // (dtype.itemsize // size)
                 raise WriteContractError(
                     f"{name}: expected no write outside rows 0 to {rows}, got one at row {rows + row}, column"
-                    f" {_column(column, row_shape)}: old bits {_bits(old, guard)}, new bits {_bits(new, guard)};"
+                    f" {column_text(column, row_shape)}: old bits {bits_text(old, size)}, new bits {bits_text(new, size)};"
                     f" a result of {rows} rows on {slot.device}, acquired at {slot.site or 'an unknown place'}, was overrun"
                 )
 
@@ -133,10 +127,9 @@ class Debug:
 
 
 def _values(memory: torch.Tensor, dtype: torch.dtype) -> list[int]:
-    """The pattern's bytes, each repeated over one word of ``memory``."""
-    size = memory.dtype.itemsize
-    values = BOOL_POISON_BYTES if dtype is torch.bool else POISON_BYTES
-    return [int.from_bytes(bytes([value] * size), sys.byteorder, signed=memory.dtype.is_signed) for value in values]
+    """The pattern's bytes, each repeated over one word of ``memory``. An element meets another one at each acquire."""
+    size, is_signed = memory.dtype.itemsize, memory.dtype.is_signed
+    return [int.from_bytes(bytes([value] * size), sys.byteorder, signed=is_signed) for value in poison_bytes(dtype)]
 
 
 def _poison(memory: torch.Tensor, dtype: torch.dtype, phase: int) -> None:
@@ -158,19 +151,3 @@ def _pattern(memory: torch.Tensor, dtype: torch.dtype, phase: int) -> torch.Tens
     values = [values[(place + phase) % len(values)] for place in range(len(values))]
     cycle = torch.tensor(values, dtype=memory.dtype, device=memory.device)
     return cycle.repeat(-(-memory.numel() // len(values)))[: memory.numel()]
-
-
-def _column(flat: int, row_shape: tuple[int, ...]) -> str:
-    """Place in the row: a number, or one for each dimension of the row shape."""
-    if len(row_shape) < 2:
-        return str(flat)
-    places: list[int] = []
-    for size in reversed(row_shape):
-        flat, place = divmod(flat, size)
-        places.insert(0, place)
-    return str(tuple(places))
-
-
-def _bits(value: int, memory: torch.Tensor) -> str:
-    size = memory.dtype.itemsize
-    return f"{value & (1 << 8 * size) - 1:#0{2 + 2 * size}x}"

@@ -13,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bufpool import OutputSpec, PoolLimitError, WriteContractError, handout
-from bufpool.debug import BOOL_POISON_BYTES, GUARD_ROWS, POISON_BYTES
-from bufpool.testing import write_contract
+from bufpool.poison import GUARD_ROWS, POISON_BYTES, poison_bytes
 
 DTYPES = (
     torch.bfloat16,
@@ -106,12 +105,6 @@ def test_a_whole_program_is_debugged_without_a_change(run_script):
     assert (run.returncode, run.stdout.strip()) == (0, "3"), run.stderr
 
 
-def test_patterns_are_those_of_the_contract_check():
-    assert POISON_BYTES == write_contract._POISON_BYTES
-    assert BOOL_POISON_BYTES == write_contract._BOOL_POISON_BYTES
-    assert GUARD_ROWS == write_contract.GUARD_ROWS
-
-
 # --- poison ---
 
 
@@ -120,7 +113,7 @@ def test_patterns_are_those_of_the_contract_check():
 def test_every_element_is_poisoned(debug_pool, q, dtype, mode):
     pool = debug_pool(mode)
     spec = OutputSpec(out=((5,), dtype), scalar=((), dtype))
-    values = set(BOOL_POISON_BYTES if dtype is torch.bool else POISON_BYTES)
+    values = set(poison_bytes(dtype))
     seen: list[list[int]] = [[] for _ in range(15)]
     for _ in range(4):
         out, scalar = pool.acquire(spec, 3, q)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the bottom up. A module imports from lower lines only; the modules of a package named here as a whole may import
 # each other. "bufpool" is the public face, bufpool/__init__.py.
 LAYERS = (
-    ("errors", "spec"),
+    ("errors", "spec", "poison"),
     ("torch_state", "host_memory", "driver"),
     ("allocator", "outputs"),
     ("arena",),

@@ -11,20 +11,12 @@ import torch.utils.dlpack
 
 from ..allocator import Like, home_device
 from ..errors import WriteContractError
+from ..poison import GUARD_ROWS, bits_text, column_text, poison_bytes
 from ..spec import OutputSpec, row_count
 
 __all__ = ["GUARD_ROWS", "assert_write_only"]
 
-GUARD_ROWS = 128
-"""Poisoned rows before and behind the active ones: more than a kernel's tile of rows reaches past the end."""
-
 _ALIGNMENT_BYTES = 256  # Of the first active row, as for a pool's result.
-
-# Every byte of an element gets the same value; an element in row r and column c gets the value number r + c in the
-# first run and the next one in the second, so every element meets two values and every row meets each pair of them.
-# As floats of any width they are NaN, a large number, its negative, and zero; as integers -1 and the like.
-_POISON_BYTES = (0xFF, 0x7A, 0xFA, 0x00)
-_BOOL_POISON_BYTES = (0x00, 0x01)  # No other byte is a bool.
 
 
 def assert_write_only(fn: Callable[[Any], object], spec: OutputSpec, rows: int, like: Like) -> None:
@@ -121,7 +113,7 @@ class _Field:
         if not bool(wrong.any()):
             return
         row, column = divmod(int(wrong.flatten().to(torch.uint8).argmax()), self.columns)
-        place = f"row {row - GUARD_ROWS}, column {self._column(column)}"
+        place = f"row {row - GUARD_ROWS}, column {column_text(column, self.row_shape)}"
         old = [self._text(self._poison(run)[row, column]) for run in range(2)]
         new = [self._text(bits[row, column]) for bits in self.kept]
         if not active.start <= row < active.stop:
@@ -142,8 +134,12 @@ class _Field:
         )
 
     def _poison(self, run: int) -> torch.Tensor:
-        """``[guarded rows, columns, 1]`` uint8: the byte that every byte of an element is set to."""
-        values = _BOOL_POISON_BYTES if self.dtype is torch.bool else _POISON_BYTES
+        """``[guarded rows, columns, 1]`` uint8: the byte that every byte of an element is set to.
+
+        In row r and column c it is value number r + c in the first run and the next one in the second: every element
+        meets two values, and every row meets each pair of them.
+        """
+        values = poison_bytes(self.dtype)
         count = len(values)
         table = torch.tensor(values, dtype=torch.uint8, device=self.device)
         column = torch.arange(self.columns, device=self.device) % count
@@ -151,17 +147,6 @@ class _Field:
         row = torch.arange(self.bits.shape[0], device=self.device)
         return first_rows.index_select(0, (row + run) % count)[:, :, None]
 
-    def _column(self, flat: int) -> str:
-        """Place in the row: a number, or one for each dimension of the row shape."""
-        if len(self.row_shape) < 2:
-            return str(flat)
-        places: list[int] = []
-        for size in reversed(self.row_shape):
-            flat, place = divmod(flat, size)
-            places.insert(0, place)
-        return str(tuple(places))
-
     def _text(self, element: torch.Tensor) -> str:
         itemsize = self.dtype.itemsize
-        value = int.from_bytes(bytes(element.expand(itemsize).tolist()), sys.byteorder)
-        return f"{value:#0{2 + 2 * itemsize}x}"
+        return bits_text(int.from_bytes(bytes(element.expand(itemsize).tolist()), sys.byteorder), itemsize)
