@@ -312,3 +312,27 @@ def each_handout(request, monkeypatch):
 def q():
     """An input on the host."""
     return torch.zeros(1)
+
+
+# On CUDA devices
+
+
+@pytest.fixture
+def value():
+    """One number on the device: what a kernel writes everywhere. A graph reads it anew at every replay."""
+    return torch.zeros(1, device="cuda")
+
+
+@pytest.fixture
+def mib_spec():
+    """1 MiB a row."""
+    return bufpool.OutputSpec(block=((2**20,), torch.uint8))
+
+
+@pytest.fixture
+def nothing_left_queued():
+    """The next test finds an idle device and an empty cache."""
+    yield
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -11,14 +11,24 @@ import time
 
 import pytest
 import torch
+from cuda_work import (
+    GIB,
+    MIB,
+    SLOW_CYCLES,
+    capture,
+    captured_write,
+    fill_card,
+    holds,
+    pointers,
+    private_segments,
+    until,
+    write,
+)
 
 from bufpool import BufpoolError, DriverError, OutputPool, OutputSpec, PoolLimitError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_left_queued")]
 
-MIB = 2**20
-GIB = 2**30
-SLOW_CYCLES = 100_000_000  # of torch.cuda._sleep: about 50 ms on an H200
 SIZES = tuple(2**power for power in range(11))  # 1 to 1024 rows
 
 
@@ -28,38 +38,9 @@ def q():
 
 
 @pytest.fixture
-def value():
-    """One number on the device: what a kernel writes everywhere. A graph reads it anew at every replay."""
-    return torch.zeros(1, device="cuda")
-
-
-@pytest.fixture
-def mib_spec():
-    """1 MiB a row."""
-    return OutputSpec(block=((MIB,), torch.uint8))
-
-
-@pytest.fixture
 def source():
     """Rows of noise that a captured computation reads."""
     return torch.randn(SIZES[-1], 8, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(3))
-
-
-@pytest.fixture(autouse=True)
-def _leave_nothing_queued():
-    yield
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def write(outputs, value):
-    """Write every element, without a temporary tensor. ``value`` is a number or a device tensor of one element."""
-    for tensor in outputs:
-        if isinstance(value, torch.Tensor):
-            tensor.copy_(value)
-        else:
-            tensor.fill_(value)
 
 
 def compute(outputs, source, value):
@@ -78,41 +59,6 @@ def equal(outputs, expected):
     return all(torch.equal(mine, other) for mine, other in zip(outputs, expected, strict=True))
 
 
-def holds(outputs, value):
-    return all(bool((tensor == value).all()) for tensor in outputs)
-
-
-def capture(body, graph=None, **options):
-    """A graph of ``body`` and what ``body`` returned."""
-    graph = graph or torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, **options):
-        result = body()
-    return graph, result
-
-
-def captured_write(pool, spec, rows, q, value, graph=None, **options):
-    def body():
-        outputs = pool.acquire(spec, rows, q)
-        write(outputs, value)
-        return outputs
-
-    return capture(body, graph, **options)
-
-
-def pointers(outputs):
-    return tuple(tensor.data_ptr() for tensor in outputs)
-
-
-def until(condition, seconds=10.0):
-    """Whether ``condition`` comes true in time. The driver reports the end of a graph from a thread of its own."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return bool(condition())
-
-
 def pinned(pool):
     return pool.stats().pinned_slots
 
@@ -121,19 +67,6 @@ def stays_pinned(pool, slots):
     """Whether as many slots are still pinned after the time in which the driver would have reported an end."""
     time.sleep(0.2)
     return pinned(pool) == slots
-
-
-def private_segments(graph):
-    """Memory segments that torch's allocator holds for the private pool of a graph."""
-    return [part for part in torch.cuda.memory_snapshot() if tuple(part["segment_pool_id"]) == tuple(graph.pool())]
-
-
-def fill_card(free_bytes):
-    """A tensor that leaves about ``free_bytes`` on the device."""
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    assert free > free_bytes, f"needs {free_bytes} free bytes, the device has {free}"
-    return torch.empty(free - free_bytes, dtype=torch.uint8, device="cuda")
 
 
 # Captures without torch's CUDAGraph, for what it does not offer: several at once, clones, executables alone

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_work import until
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import bufpool
@@ -496,15 +497,7 @@ def test_the_example_serves_chunks_of_any_size(run_script):
 # On CUDA
 
 
-@pytest.fixture
-def _leave_nothing_queued():
-    yield
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-gpu = [pytest.mark.gpu, pytest.mark.usefixtures("_leave_nothing_queued")]
+gpu = [pytest.mark.gpu, pytest.mark.usefixtures("nothing_left_queued")]
 
 
 def on_cuda(test):
@@ -517,15 +510,6 @@ def on_cuda(test):
 def cuda_runner(pool):
     with GraphRunner(scale, INPUTS, BUCKETS, pool=pool, pad={"factor": -1}) as made:
         yield made
-
-
-def until(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if condition():
-            return True
-        time.sleep(0.01)
-    return bool(condition())
 
 
 @on_cuda
