@@ -9,7 +9,7 @@ import torch
 
 from bufpool.errors import BufpoolError, DeviceMismatchError, WriteContractError
 from bufpool.spec import OutputSpec
-from bufpool.testing import GUARD_ROWS, assert_write_only
+from bufpool.testing import GUARD_ROWS, assert_write_only, write_contract
 
 SPEC = OutputSpec(out=((3, 5), torch.bfloat16), lse=((3,), torch.float32), places=((), torch.int32))
 DEVICES = [
@@ -175,6 +175,74 @@ def test_a_write_outside_the_active_rows(like, name, offset):
     # Zero is the poison of some elements in one run: there the other run shows the write.
     column = {"out": "(0, 0)", "lse": "0", "places": "0"}[name]
     assert text.startswith(f"{name}: expected no write outside rows 0 to 7, got one at row {row}, column {column}: ")
+
+
+def test_behind_memory_of_a_cuda_arena_nothing_is_mapped(fake_cuda, make_pool):
+    pool, device = make_pool(), fake_cuda.drivers[0]
+    for name, nbytes in {"out": 100_000, "lse": 10}.items():
+        memory = write_contract._memory(name, nbytes, fake_cuda.like(), pool)
+        assert memory.numel() == -(-nbytes // device.granule) * device.granule
+        assert device.is_usable(memory.data_ptr(), memory.numel())
+        assert not device.is_usable(memory.data_ptr() + memory.numel(), 1)
+    assert pool.stats().slots == 2
+
+
+@pytest.mark.parametrize("row_shape", [(3, 5), (), (1000,)])
+def test_the_guard_rows_end_where_the_memory_ends(row_shape):
+    field = write_contract._Field("out", row_shape, torch.bfloat16, ROWS, torch.device("cpu"), None)
+    end = field.bits.data_ptr() + field.bits.numel()
+    behind = field.bits.untyped_storage().data_ptr() + field.bits.untyped_storage().nbytes() - end
+    assert 0 <= behind < 256
+    assert field.active.data_ptr() % 256 == 0
+    assert field.active.data_ptr() - field.bits.data_ptr() == GUARD_ROWS * field.columns * 2
+
+
+@pytest.mark.gpu
+def test_a_write_behind_the_guard_rows_is_refused_by_cuda(run_script):
+    """In a process of its own, which loses its context."""
+    script = """
+        import os, torch, bufpool
+        from bufpool.testing import GUARD_ROWS, assert_write_only
+
+        class Bytes:
+            def __init__(self, address, nbytes):
+                self.__cuda_array_interface__ = {
+                    "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2
+                }
+
+        def far(outputs):
+            for t in outputs:
+                t.fill_(1)
+            row_bytes, rows = outputs.lse.nbytes // 7, 7 + GUARD_ROWS + 1
+            wide = torch.as_tensor(Bytes(outputs.lse.data_ptr(), rows * row_bytes), device="cuda")
+            wide[-row_bytes:] = 0  # the row behind the last guard row
+
+        spec = bufpool.OutputSpec(out=((8,), torch.bfloat16), lse=((256,), torch.float32))
+        like = torch.empty(1, device="cuda")
+        try:
+            assert_write_only(far, spec, 7, like)
+        except bufpool.WriteContractError as error:
+            print(error, flush=True)
+        os._exit(0)
+    """
+    done = run_script(script)
+    assert done.stdout.startswith("out, lse: expected no access outside the active rows and 128 guard rows"), done.stderr
+
+
+def test_an_illegal_access_is_told_from_other_errors(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    outputs = SPEC.outputs_type(*map(torch.empty, (1, 1, 1)))
+
+    def raises(text):
+        def fn(outputs):
+            raise RuntimeError(text)
+
+        return fn
+
+    with pytest.raises(WriteContractError, match=r"^out, lse, places: expected no access outside .* 128 guard rows"):
+        write_contract._call(raises("CUDA error: an illegal memory access was encountered"), outputs, torch.device("cuda"))
+    with pytest.raises(RuntimeError, match=r"^CUDA error: misaligned address$"):
+        write_contract._call(raises("CUDA error: misaligned address"), outputs, torch.device("cuda"))
 
 
 def test_a_tile_that_rounds_rows_up(like):

@@ -12,6 +12,7 @@ import torch.utils.dlpack
 from ..allocator import Like, home_device
 from ..errors import WriteContractError
 from ..poison import GUARD_ROWS, bits_text, column_text, poison_bytes
+from ..pool import OutputPool
 from ..spec import OutputSpec, row_count
 
 __all__ = ["GUARD_ROWS", "assert_write_only"]
@@ -27,7 +28,11 @@ def assert_write_only(fn: Callable[[Any], object], spec: OutputSpec, rows: int, 
     one run differs from the other's. Everything is compared as bits, so NaN results are fine. A function whose result
     changes from run to run by itself fails as well.
 
-    What is not seen: writes further out than ``GUARD_ROWS`` rows, and reads of old content that leave no trace.
+    On CUDA the memory ends where no memory is mapped, as that of a pool does: a write behind the last guard row of a
+    tensor is an illegal access. It is reported as well, but the process has lost its CUDA context then.
+
+    What is not seen: on the host, writes further out than ``GUARD_ROWS`` rows; on CUDA such writes before the first row;
+    and reads of old content that leave no trace.
 
     Args:
         fn: called as ``fn(outputs)`` with the named tuple of ``spec``: contiguous leaf tensors ``[rows, *row_shape]``
@@ -38,9 +43,11 @@ def assert_write_only(fn: Callable[[Any], object], spec: OutputSpec, rows: int, 
 
     Raises:
         WriteContractError: an active element was not written, depends on former content, or something outside the
-            active rows changed. The text names the first such tensor, row and column, and the bits before and after.
+            active rows changed. The text names the first such tensor, row and column, and the bits before and after. Or
+            CUDA refused an access; then it cannot be said which one.
         TypeError, ValueError: an argument is of the wrong kind.
         DeviceMismatchError: the tensors of ``like`` are on different devices.
+        PoolLimitError: no CUDA memory for the rows and the guard rows.
     """
     if not callable(fn):
         raise TypeError(f"fn: expected a function of the outputs, got {fn!r}")
@@ -49,23 +56,66 @@ def assert_write_only(fn: Callable[[Any], object], spec: OutputSpec, rows: int, 
     rows = row_count(rows)
     device = home_device(like)
     with torch.inference_mode(False):
-        fields = [_Field(name, shape, dtype, rows, device) for name, shape, dtype in spec]
-        for run in range(2):
-            for field in fields:
-                field.poison(run)
-            fn(spec.outputs_type(*[field.hand_out() for field in fields]))
-            if device.type == "cuda":  # fn may have used streams of its own.
-                torch.cuda.synchronize(device)
-            for field in fields:
-                field.keep(run)
+        pool = OutputPool() if device.type == "cuda" else None
+        _check(fn, spec, [_Field(name, shape, dtype, rows, device, pool) for name, shape, dtype in spec])
+        if pool is not None:  # of what raised, tensors are alive, and maybe no context is left to close it in
+            pool.close()
+
+
+def _check(fn: Callable[[Any], object], spec: OutputSpec, fields: list[_Field]) -> None:
+    for run in range(2):
         for field in fields:
-            field.check()
+            field.poison(run)
+        _call(fn, spec.outputs_type(*[field.hand_out() for field in fields]), fields[0].device)
+        for field in fields:
+            field.keep(run)
+    for field in fields:
+        field.check()
+
+
+def _call(fn: Callable[[Any], object], outputs: Any, device: torch.device) -> None:
+    """Call ``fn`` and wait for its work, on whatever stream."""
+    if device.type != "cuda":
+        fn(outputs)
+        return
+    torch.cuda.synchronize(device)  # what was wrong before is not fn's fault
+    try:
+        fn(outputs)
+        torch.cuda.synchronize(device)
+    except RuntimeError as e:
+        if "illegal memory access" not in str(e):
+            raise
+        raise WriteContractError(
+            f"{', '.join(outputs._fields)}: expected no access outside the active rows and {GUARD_ROWS} guard rows on both"
+            " sides, got an illegal memory access: behind these rows nothing is mapped (or an input was misread); the"
+            " CUDA context of this process is lost"
+        ) from e
+
+
+def _memory(name: str, nbytes: int, like: torch.Tensor, pool: OutputPool | None) -> torch.Tensor:
+    """At least ``nbytes`` bytes. Of a pool with arenas of kind ``cuda``, nothing is mapped behind the last one."""
+    if pool is None:
+        return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+    spec = OutputSpec(**{name: ((), torch.uint8)})
+    before = pool.stats().mapped_bytes
+    pool.acquire(spec, nbytes, like)
+    # The slot again, now with all of what was mapped for it.
+    memory: torch.Tensor = pool.acquire(spec, pool.stats().mapped_bytes - before, like)[0]
+    return memory
 
 
 class _Field:
     """One output in its guarded memory: ``GUARD_ROWS`` rows, the active rows, ``GUARD_ROWS`` rows."""
 
-    def __init__(self, name: str, row_shape: tuple[int, ...], dtype: torch.dtype, rows: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        name: str,
+        row_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        rows: int,
+        device: torch.device,
+        pool: OutputPool | None,
+    ) -> None:
         self.name = name
         self.row_shape = row_shape
         self.dtype = dtype
@@ -77,8 +127,9 @@ class _Field:
         self.kept: list[torch.Tensor] = []
         row_bytes = self.columns * dtype.itemsize
         nbytes = (rows + 2 * GUARD_ROWS) * row_bytes
-        memory = torch.empty(nbytes + _ALIGNMENT_BYTES, dtype=torch.uint8, device=device)
-        start = -(memory.data_ptr() + GUARD_ROWS * row_bytes) % _ALIGNMENT_BYTES
+        memory = _memory(name, nbytes + _ALIGNMENT_BYTES, torch.empty(0, device=device), pool)
+        start = memory.numel() - nbytes  # at the end, behind which nothing may be mapped
+        start -= (memory.data_ptr() + start + GUARD_ROWS * row_bytes) % _ALIGNMENT_BYTES
         guarded = memory[start : start + nbytes]
         self.bits = guarded.view(rows + 2 * GUARD_ROWS, self.columns, dtype.itemsize)
         self.active = guarded[GUARD_ROWS * row_bytes : (GUARD_ROWS + rows) * row_bytes]
