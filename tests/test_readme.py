@@ -275,6 +275,15 @@ def test_catalogue_has_every_error() -> None:
     assert headings == set(bufpool.errors.__all__)
 
 
+def test_catalogue_says_of_each_error_when_why_and_what_to_do() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
+    assert len(sections) == len(bufpool.errors.__all__) + 2  # TypeError and ValueError, and what is no error
+    for heading in sections.keys() - {"What is no error"}:
+        for part in ("When", "Why", "What to do"):  # or a column of a table
+            assert f"*{part}:*" in sections[heading] or f"| {part.lower()} |" in sections[heading], (heading, part)
+
+
 FIGURES = [pytest.param(path, id=path.name) for path in sorted((ROOT / "docs" / "figures").glob("*.py"))]
 
 
