@@ -16,7 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bufpool
 from bufpool import BufpoolError, DeviceMismatchError, FreshAllocator, OutputMismatchError, OutputPool, PoolLimitError
-from bufpool.ops import sparse_mla, sparse_mla_prefill, sparse_mla_prefill_reference, sparse_mla_spec
+from bufpool.ops import (
+    sparse_mla,
+    sparse_mla_prefill,
+    sparse_mla_prefill_reference,
+    sparse_mla_sm90,
+    sparse_mla_spec,
+)
 from bufpool.testing import assert_write_only
 
 E4M3 = torch.float8_e4m3fn
@@ -798,6 +804,23 @@ class TestGpu:
             sparse_mla_prefill(**arguments, **outputs._asdict())
 
         assert_write_only(call, sparse_mla_spec(H_Q), S_Q, arguments["q"])
+
+    @pytest.mark.sm90
+    @pytest.mark.parametrize("d_qk", [512, 576])
+    @pytest.mark.parametrize(
+        ("s_q", "h_q", "topk", "s_kv"),
+        [(1, 1, 1, 1), (63, 64, 128, 1000), (65, 65, 129, 300), (140, 128, 2048, 8192), (5, 130, 64, 0)],
+    )
+    def test_the_kernel_only_writes(self, d_qk, s_q, h_q, topk, s_kv):
+        reason = sparse_mla_sm90.unavailable_reason(torch.device("cuda"))
+        if reason:
+            pytest.skip(reason)
+        arguments = on_gpu(make(s_q, h_q, topk, s_kv, d_qk))
+
+        def call(outputs):
+            sparse_mla_prefill(**arguments, **outputs._asdict(), backend="sm90")
+
+        assert_write_only(call, sparse_mla_spec(h_q), s_q, arguments["q"])
 
     def test_other_devices_are_named(self):
         arguments = on_gpu(make())
