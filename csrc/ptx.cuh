@@ -89,6 +89,13 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
 
 // -------------------------------------------------------------------------------------------------------- global memory
 
+// An L2 policy that evicts what it marks first. [createpolicy] For Q, which is read once.
+__device__ __forceinline__ u64 createpolicy_evict_first() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));
+    return policy;
+}
+
 // An L2 policy that evicts what it marks last. [createpolicy] For the KV rows, which other queries select again.
 __device__ __forceinline__ u64 createpolicy_evict_last() {
     u64 policy;
@@ -96,27 +103,26 @@ __device__ __forceinline__ u64 createpolicy_evict_last() {
     return policy;
 }
 
-// Copy 16 bytes to shared memory asynchronously, or write 16 zeros and read nothing when `is_zero`. [cp.async] (The setp
-// turns the operand into the predicate that ignore-src takes.)
+// Copy 16 bytes to shared memory asynchronously, or write 16 zeros and read nothing when `gate` is below 0. [cp.async]
 // The shared address must not be a sum of a per-thread and a uniform register: ptxas 13.0 then encodes the form with a
 // cache policy badly, and it traps as an illegal instruction (measured 2026-11-30, H200).
-__device__ __forceinline__ void cp_async_16(u32 shared, const void* source, bool is_zero, u64 policy) {
+__device__ __forceinline__ void cp_async_16(u32 shared, const void* source, int gate, u64 policy) {
     asm volatile(
         "{\n.reg .pred p;\n"
-        "setp.ne.u32 p, %2, 0;\n"
+        "setp.lt.s32 p, %2, 0;\n"
         "cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, p, %3;\n}\n" ::"r"(shared),
-        "l"(source), "r"(static_cast<u32>(is_zero)), "l"(policy)
+        "l"(source), "r"(gate), "l"(policy)
         : "memory");
 }
 
-// The same without a policy, for data that is read once.
-__device__ __forceinline__ void cp_async_16(u32 shared, const void* source, bool is_zero) {
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "setp.ne.u32 p, %2, 0;\n"
-        "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, p;\n}\n" ::"r"(shared),
-        "l"(source), "r"(static_cast<u32>(is_zero))
-        : "memory");
+// Ask for the cache line of an address in L2; nothing waits for it. [prefetch]
+__device__ __forceinline__ void prefetch_l2(const void* source) {
+    asm volatile("prefetch.global.L2 [%0];\n" ::"l"(source) : "memory");
+}
+
+// The same, for lines that are to be evicted last.
+__device__ __forceinline__ void prefetch_l2_evict_last(const void* source) {
+    asm volatile("prefetch.global.L2::evict_last [%0];\n" ::"l"(source) : "memory");
 }
 
 // Let the barrier count one arrival of this thread once its earlier cp.async have written. [cp.async.mbarrier.arrive]

@@ -40,6 +40,9 @@ constexpr int SLOTS = STAGES / 2;  // pairs of blocks: stages 2 slot and 2 slot 
 // shared memory for every block.
 constexpr int Q_REGISTER_STEPS = 11;
 
+// The d_qk whose loader has registers and time to ask for rows in L2 before it copies them.
+constexpr int PREFETCHED_D_QK = 512;
+
 // The epilogue of an accumulator warp goes through shared memory, eight heads of its 64 columns at a time. A row's 16
 // bytes of padding put the four heads that a store instruction writes into different banks.
 constexpr int STAGED_HEADS = 8;
@@ -69,8 +72,8 @@ constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 // | key_full[n]    | 128 threads + 4 warps | loader       | scorer       | K of block n and its valid places are there   |
 // | factor_full[m] | 4 warps               | scorer       | accumulators | factors and flags of pair m are there         |
 // | p_full[m]      | 4 warps               | scorer       | accumulators | P of m may be used; if m ends an item, scale  |
-// | stage_empty[n] | 8 warps               | accumulators | loader       | PV of n done; for odd n also with factors,    |
-// |                |                       |              |              | flags and scale of its pair                   |
+// | stage_empty[n] | 8 warps               | accumulators | loader       | V^T of n is in registers: K may be replaced   |
+// | p_empty[m]     | 8 warps               | accumulators | scorer       | PV of m done; so with factors, flags, scale   |
 //
 // The *_full barriers start incomplete; the *_empty ones are first waited for with the parity of a completed phase.
 
@@ -94,6 +97,7 @@ struct alignas(1024) SharedPlan {
     u64 factor_full[SLOTS];
     u64 p_full[SLOTS];
     u64 stage_empty[STAGES];
+    u64 p_empty[SLOTS];
 };
 
 constexpr int SM90_SHARED_BYTES = 232448;
@@ -132,7 +136,7 @@ struct Params {
     int topk;
     int queries_per_turn;  // SMs / head_groups: from an item of a CTA to its next, where there is one
     int heads_per_turn;    // SMs % head_groups * 64
-    int reserved;          // the struct ends at a multiple of 8 bytes
+    int prefetches_keys;   // whether to ask for rows of kv in L2 a block before their gather
 };
 
 }  // namespace sparse_mla

@@ -27,7 +27,8 @@
 //
 // Invariants
 //   1. The scorer alone owns maximum and reference; P(m), the factors of m and O^T after PV(m) are in the same frame.
-//   2. What is handed over for block n lives in stage n % 4, for pair m in slot m % 2, until the accumulators' last read.
+//   2. K of block n lives in stage n % 4 until the accumulators hold the last of its V^T in registers; P, factors, flags and
+//      scale of pair m live in slot m % 2 until PV(m) is done.
 //   3. An empty place is zero-filled, never multiplied: NaN in rows nobody selects cannot reach a result.
 //   4. wgmma reads what cp.async and stmatrix wrote only behind a fence.proxy.async: the scorer's before QK of a block
 //      covers its K; that before the first block of m also covers P(m - 1) and, when m begins an item, Q.
@@ -148,57 +149,95 @@ struct CopyLane {
 };
 constexpr u32 ODD_ROWS_FLIP = 4 * 16;
 
+constexpr int LINE_BYTES = 128;  // of L2
+
+// The same address in a register of its own, where ptxas cannot split it (see ptx::cp_async_16).
+__device__ __forceinline__ u32 opaque(u32 address) { return __shfl_sync(~0u, address, threadIdx.x % WARP_THREADS); }
+
+// Ask for the item's heads of q in L2: two threads a row.
+template <int D_QK>
+__device__ __forceinline__ void prefetch_queries(const Params& params, const Item& item, u32 thread) {
+    const int head = item.first_head + thread / 2;
+    if (!item.is_active(params) || head >= params.h_q) return;
+    const u8* row = params.q + item.query * params.q_row_bytes + head * params.q_head_bytes;
+#pragma unroll
+    for (int column = 0; column < D_QK; column += 2 * LINE_BYTES) {
+        const int mine = column + thread % 2 * LINE_BYTES;
+        if (mine < D_QK) ptx::prefetch_l2(row + mine);
+    }
+}
+
 // Copy the item's 64 heads of q into the query stage; heads beyond h_q become zeros.
 template <int D_QK>
 __device__ __forceinline__ void fetch_queries(const Params& params, const Item& item, u32 warp, const CopyLane& lane,
                                               u32 stage) {
     using Stage = layout::Stage<D_QK>;
+    const u64 policy = ptx::createpolicy_evict_first();
     const u8* query = params.q + item.query * params.q_row_bytes;
 #pragma unroll 1
     for (int i = 0; i < 4; ++i) {
-        const int head = item.first_head + 16 * warp + 4 * i + lane.wide_row;
+        const int head = item.first_head + 16 * warp + 4 * i + lane.wide_row, heads_behind = params.h_q - 1 - head;
         const u8* source = query + min(head, params.h_q - 1) * params.q_head_bytes + lane.wide_column;
-        const u32 to = stage + ((lane.wide_offset + i * 4 * layout::WIDE_COLUMNS) ^ (i & 1 ? ODD_ROWS_FLIP : 0));
+        const u32 to = opaque(stage + ((lane.wide_offset + i * 4 * layout::WIDE_COLUMNS) ^ (i & 1 ? ODD_ROWS_FLIP : 0)));
 #pragma unroll
         for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
-            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, head >= params.h_q);
+            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, heads_behind, policy);
     }
     if constexpr (Stage::HAS_TAIL) {
 #pragma unroll 1
         for (int i = 0; i < 2; ++i) {
-            const int head = item.first_head + 16 * warp + 8 * i + lane.tail_row;
+            const int head = item.first_head + 16 * warp + 8 * i + lane.tail_row, heads_behind = params.h_q - 1 - head;
             const u8* source =
                 query + min(head, params.h_q - 1) * params.q_head_bytes + (D_QK - layout::TAIL_COLUMNS) + lane.tail_column;
-            ptx::cp_async_16(stage + Stage::TAIL_OFFSET + lane.tail_offset + i * 8 * layout::TAIL_COLUMNS, source,
-                             head >= params.h_q);
+            const u32 to = opaque(stage + Stage::TAIL_OFFSET + lane.tail_offset + i * 8 * layout::TAIL_COLUMNS);
+            ptx::cp_async_16(to, source, heads_behind, policy);
         }
     }
 }
 
+// Ask for the warp's 16 rows of kv in L2: two lanes a row. `index` is that of place 16w + lane % 16.
+template <int D_QK>
+__device__ __forceinline__ void prefetch_keys(const Params& params, int index, u32 lane) {
+    if (static_cast<u32>(index) >= static_cast<u32>(params.s_kv)) return;
+    const u8* row = params.kv + static_cast<u64>(static_cast<u32>(index)) * params.kv_row_bytes;
+#pragma unroll
+    for (int column = 0; column < D_QK; column += 2 * LINE_BYTES) {
+        const int mine = column + lane / 16 * LINE_BYTES;
+        if (mine < D_QK) ptx::prefetch_l2_evict_last(row + mine);
+    }
+}
+
 // Copy the warp's 16 rows of kv into a key stage. `token` is the row of place 16w + lane % 16, below 0 for none;
-// `destination` the stage's address plus lane.wide_offset, in a register of its own (see ptx::cp_async_16).
+// `destination` the stage's address plus lane.wide_offset, opaque.
 template <int D_QK>
 __device__ __forceinline__ void gather_keys(const Params& params, int token, const CopyLane& lane, u32 destination,
                                             u64 policy) {
     using Stage = layout::Stage<D_QK>;
+    // All shuffles first: one behind copies would wait until the memory system has taken those.
+    int wide_rows[4], tail_rows[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) wide_rows[i] = __shfl_sync(~0u, token, 4 * i + lane.wide_row);
+    if constexpr (Stage::HAS_TAIL) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) tail_rows[i] = __shfl_sync(~0u, token, 8 * i + lane.tail_row);
+    }
     const u32 flip = (destination ^ ODD_ROWS_FLIP) - destination;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int row = __shfl_sync(~0u, token, 4 * i + lane.wide_row);
-        const u8* source = params.kv + static_cast<u64>(static_cast<u32>(row)) * params.kv_row_bytes + lane.wide_column;
+        const u8* source =
+            params.kv + lane.wide_column + static_cast<u64>(static_cast<u32>(wide_rows[i])) * params.kv_row_bytes;
         const u32 to = destination + (i & 1 ? flip : 0) + i * 4 * layout::WIDE_COLUMNS;
 #pragma unroll
         for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
-            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, row < 0, policy);
+            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, wide_rows[i], policy);
     }
     if constexpr (Stage::HAS_TAIL) {
         const u32 to = destination + (Stage::TAIL_OFFSET + lane.tail_offset - lane.wide_offset);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int row = __shfl_sync(~0u, token, 8 * i + lane.tail_row);
-            const u8* source = params.kv + static_cast<u64>(static_cast<u32>(row)) * params.kv_row_bytes +
-                               (D_QK - layout::TAIL_COLUMNS) + lane.tail_column;
-            ptx::cp_async_16(to + i * 8 * layout::TAIL_COLUMNS, source, row < 0, policy);
+            const u8* source = params.kv + (D_QK - layout::TAIL_COLUMNS) + lane.tail_column +
+                               static_cast<u64>(static_cast<u32>(tail_rows[i])) * params.kv_row_bytes;
+            ptx::cp_async_16(to + i * 8 * layout::TAIL_COLUMNS, source, tail_rows[i], policy);
         }
     }
 }
@@ -211,8 +250,7 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
     const u32 warp = __shfl_sync(~0u, thread / WARP_THREADS, 0);
     const CopyLane copy(warp, lane);
     const u64 policy = ptx::createpolicy_evict_last();
-    // The shuffle makes the address opaque: ptxas must not split it in a per-thread and a uniform part (ptx::cp_async_16).
-    u32 destination = __shfl_sync(~0u, shared_address(shared.keys) + copy.wide_offset, lane);
+    u32 destination = opaque(shared_address(shared.keys) + copy.wide_offset);
 
     Ring<STAGES> stage;
     Item item(params);
@@ -235,6 +273,7 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
         is_new = places_left <= BLOCK_TOKENS && stage.at % 2 != 0;
         if (is_new) {
             item.advance(params);
+            if constexpr (D_QK == PREFETCHED_D_QK) prefetch_queries<D_QK>(params, item, thread);
             places_left = item.is_active(params) ? item.length : 0;
             indices = params.indices + item.query * params.indices_row_elements;
         } else {
@@ -252,6 +291,8 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
         }
         gather_keys<D_QK>(params, token, copy, destination, policy);
         ptx::cp_async_mbarrier_arrive(shared_address(&shared.key_full[stage.at]));
+        if constexpr (D_QK == PREFETCHED_D_QK)
+            if (params.prefetches_keys) prefetch_keys<D_QK>(params, index, lane);
         stage.advance();
         destination = stage.at != 0 ? destination + SharedPlan<D_QK>::STAGE_BYTES
                                     : destination - (STAGES - 1) * SharedPlan<D_QK>::STAGE_BYTES;
@@ -454,12 +495,13 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
 #pragma unroll 1
         do {
             slot = ring.at;
+            const u32 phase = ring.phase;
 
             // Start QK of both blocks.
-            wait(shared.key_full[2 * slot], ring.phase);
+            wait(shared.key_full[2 * slot], phase);
             ptx::fence_proxy_async_shared();
             start_scores<D_QK>(scores[0], queries, q, k);
-            wait(shared.key_full[2 * slot + 1], ring.phase);
+            wait(shared.key_full[2 * slot + 1], phase);
             ptx::fence_proxy_async_shared();
             const u64 valid_first = *reinterpret_cast<const volatile u64*>(shared.valid[2 * slot]);
             const u64 valid_second = *reinterpret_cast<const volatile u64*>(shared.valid[2 * slot + 1]);
@@ -493,6 +535,7 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
             share_maxima(maxima_log2);
             maxima_log2[0] *= scale_log2;
             maxima_log2[1] *= scale_log2;
+            wait(shared.p_empty[slot], phase ^ 1);  // long so, since the loader had to wait for K of the same PV
             raise_references(shared, rows, maxima_log2, slot, warp, lane);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
@@ -590,11 +633,11 @@ __device__ __forceinline__ void store_output(const Params& params, u8 (&staging)
     }
 }
 
-// O^T += V^T P^T of a pair. `fragment` holds the first steps' V^T, `raw` the next one's. Lets the first stage go on the
-// way: when step u starts, all steps up to u - FRAGMENTS are done.
+// O^T += V^T P^T of a pair. `fragment` holds the first steps' V^T, `raw` the next one's. Lets each stage go as soon as the
+// last of its V^T is in registers.
 template <int D_QK>
 __device__ __forceinline__ void multiply_values(float (&output)[M_TILES][32], u32 (&fragment)[FRAGMENTS][4], u32 (&raw)[4],
-                                                u32 values, u64 p, const u64& first_empty) {
+                                                u32 values, u64 p, const u64* stages_empty) {
 #pragma unroll
     for (int u = 0; u < 2 * PV_STEPS; ++u) {
         if (u >= FRAGMENTS) {
@@ -608,7 +651,7 @@ __device__ __forceinline__ void multiply_values(float (&output)[M_TILES][32], u3
                               p + layout::descriptor_step(u / PV_STEPS * HEADS * BLOCK_TOKENS +
                                                           u % PV_STEPS / M_TILES * layout::K_STEP_BYTES));
         ptx::wgmma_commit();
-        if (u == PV_STEPS + FRAGMENTS - 1) arrive(first_empty, ptx::tid_x() % WARP_THREADS);
+        if (u % PV_STEPS == PV_STEPS - 1) arrive(stages_empty[u / PV_STEPS], ptx::tid_x() % WARP_THREADS);
     }
     ptx::wgmma_wait<0>();
     hold(output);
@@ -657,18 +700,18 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
 
             wait(shared.p_full[slot], ring.phase);
             hold(output);
-            multiply_values<D_QK>(output, fragment, raw, values, p, shared.stage_empty[2 * slot]);
+            multiply_values<D_QK>(output, fragment, raw, values, p, shared.stage_empty + 2 * slot);
             if (--pairs_left == 0) break;
-            arrive(shared.stage_empty[2 * slot + 1], ptx::tid_x() % WARP_THREADS);
+            arrive(shared.p_empty[slot], ptx::tid_x() % WARP_THREADS);
             ring.advance();
         }
 
-        // Divide, let the stage go, write.
+        // Divide, let the slot go, write.
         const u32 pair = ptx::tid_x() % 4;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
             scale_pair(output, i, reinterpret_cast<const float2*>(shared.scale[ring.at])[4 * i + pair]);
-        arrive(shared.stage_empty[2 * ring.at + 1], ptx::tid_x() % WARP_THREADS);
+        arrive(shared.p_empty[ring.at], ptx::tid_x() % WARP_THREADS);
         ring.advance();
         store_output(params, shared.staging[ptx::tid_x() / WARP_THREADS - FIRST_ACCUMULATOR * GROUP_WARPS], output, item);
     }
@@ -688,6 +731,7 @@ __device__ __forceinline__ void set_up_barriers(SharedPlan<D_QK>& shared) {
         for (int slot = 0; slot < SLOTS; ++slot) {
             ptx::mbarrier_init(shared_address(&shared.factor_full[slot]), GROUP_ARRIVALS);
             ptx::mbarrier_init(shared_address(&shared.p_full[slot]), GROUP_ARRIVALS);
+            ptx::mbarrier_init(shared_address(&shared.p_empty[slot]), ACCUMULATORS * GROUP_ARRIVALS);
         }
         ptx::fence_mbarrier_init();
     }

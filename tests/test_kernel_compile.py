@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import shutil
 import struct
 
 import pytest
@@ -32,11 +33,26 @@ def cache(tmp_path, monkeypatch):
 
 @has_compiler
 @pytest.mark.parametrize("d_qk", sorted(VARIANTS))
-def test_variant_fits(d_qk, cache):
+def test_variant_fits(d_qk, cache, caplog):
     binary = compile_source(VARIANTS[d_qk], reuse=False)
+    assert caplog.messages == []  # ptxas says there which wgmma it could not overlap
     assert cli.faults(binary) == []
     assert binary.registers * VARIANTS[d_qk].threads <= 65536
     assert VARIANTS[d_qk].entry.encode() in binary.image
+
+
+@has_compiler
+def test_wgmma_that_cannot_overlap_is_said(cache, tmp_path, monkeypatch, caplog):
+    sources = tmp_path / "csrc"
+    shutil.copytree(source_directory(), sources)
+    kernel = sources / "sparse_mla_prefill.cu"
+    text = kernel.read_text()
+    assert text.count("FRAGMENTS = 2;") == 1
+    kernel.write_text(text.replace("FRAGMENTS = 2;", "FRAGMENTS = 3;"))  # more than the accumulators have registers for
+    monkeypatch.setattr(compiler, "source_directory", lambda: sources)
+    compile_source(VARIANTS[576])
+    assert "expected ptxas to have no complaint" in caplog.text
+    assert "wgmma.mma_async instructions are serialized" in caplog.text
 
 
 @has_compiler

@@ -143,6 +143,7 @@ SHAPES = [
     (576, 128, 2047, 33, 8192),
     (512, 130, 257, 90, 3000),
     (576, 200, 320, 50, 3000),
+    (512, 64, 512, 140, 70000),  # kv is more than half of L2
 ]
 
 
@@ -306,6 +307,31 @@ def test_every_option_is_right(edit: Callable[[Inputs], None], d_qk: int, h_q: i
     edit(x)
     rows = torch.cat((torch.arange(8), torch.arange(8, s_q, 11))).cuda()
     check(x, rows, OUT_RELATIVE_FEW)
+
+
+@pytest.mark.parametrize(("d_qk", "h_q", "topk", "s_q"), [(576, 128, 512, 150), (512, 72, 200, 420)])
+@pytest.mark.parametrize(
+    "edit", [punch_holes, empty_all, shorten_and_sink, stride, poison_neighbours, stand_alone, alternate]
+)
+def test_asking_for_keys_early_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, edit: Callable[[Inputs], None], d_qk: int, h_q: int, topk: int, s_q: int
+) -> None:
+    x = make(d_qk, h_q, topk, s_q, 5000)
+    edit(x)
+    results = []
+    for prefetches in (False, True):
+        monkeypatch.setattr(sparse_mla_sm90, "_prefetches_keys", lambda *_, answer=prefetches: answer)
+        sparse_mla_sm90._plans.by_shape.clear()
+        results.append([tensor.clone() for tensor in run(x)])
+    sparse_mla_sm90._plans.by_shape.clear()
+    for without, with_it in zip(*results, strict=True):
+        assert torch.equal(without.view(torch.uint8), with_it.view(torch.uint8))
+
+
+def test_keys_are_asked_for_early_where_they_do_not_fit_in_half_of_l2() -> None:
+    assert not sparse_mla_sm90._prefetches_keys(512, 32768 * 512, 60 * 2**20)
+    assert sparse_mla_sm90._prefetches_keys(512, 65536 * 512, 60 * 2**20)
+    assert not sparse_mla_sm90._prefetches_keys(576, 131072 * 576, 60 * 2**20)
 
 
 def test_selected_nan_shows_in_its_rows_only() -> None:

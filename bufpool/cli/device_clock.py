@@ -6,6 +6,7 @@ of its inputs in the L2 cache when the inputs used since the last time are large
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 
@@ -31,18 +32,19 @@ def input_sets(set_bytes: int, device: torch.device) -> int:
 def time_launches(launches: Mapping[str, Launch], device: torch.device, seconds: float) -> dict[str, list[float]]:
     """Device milliseconds of each launch.
 
-    In every round each contender is launched five times in a row, of which the last four are timed; the order moves on
-    by one from round to round, so that all of them see the same clock rates and temperatures. It ends when each has
-    had ``seconds`` of device time, after three rounds at least.
+    In every round each contender is launched five times in a row, of which the last four are timed. The order is drawn
+    anew for each round, the same in every run: what ran just before decides temperature and clock rate, by a few percent
+    on a card that is held back by its power limit. It ends when each has had ``seconds`` of device time, after three
+    rounds at least.
     """
     ms: dict[str, list[float]] = {name: [] for name in launches}
     names = list(launches)
     launched = dict.fromkeys(names, 0)
+    order = random.Random(0)
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_LAUNCHES + 1)]  # type: ignore[no-untyped-call]
         for number in range(_MOST_ROUNDS):
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in order.sample(names, len(names)):
                 launch = launches[name]
                 place = launched[name]
                 launched[name] += _LAUNCHES + 1

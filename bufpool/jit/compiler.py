@@ -206,6 +206,9 @@ def _compile(source: Source, arch: str) -> Binary:
                 f"{source.name}: expected {source.file} to compile for {arch}, got:\n{log.getvalue()}{e}"
             ) from e
     seconds = time.perf_counter() - start
+    for line in log.getvalue().splitlines():
+        if "Performance Loss" in line:  # such as wgmma that ptxas had to put one after the other
+            _log.warning("%s: expected ptxas to have no complaint, got: %s", source.name, line.strip())
     registers, spill_bytes = _resources(log.getvalue())
     _log.info("compiled %s for %s in %.2f s, %d registers", source.name, arch, seconds, registers)
     return Binary(source, arch, image, registers, spill_bytes, seconds, is_cached=False)
