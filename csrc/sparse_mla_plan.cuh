@@ -33,8 +33,7 @@ static_assert(GROUP_THREADS * (SCORER_REGISTERS + ACCUMULATORS * ACCUMULATOR_REG
 constexpr u32 ARRIVING_LANES = BUFPOOL_ARRIVING_LANES;
 constexpr u32 GROUP_ARRIVALS = GROUP_WARPS * ARRIVING_LANES;
 
-constexpr int STAGES = 4;          // blocks between the loader's gather and the accumulators' last read
-constexpr int SLOTS = STAGES / 2;  // pairs of blocks: stages 2 slot and 2 slot + 1
+constexpr int SLOTS = 2;  // pairs of blocks between the scorer's P and the accumulators' last read of it
 
 // k-steps of Q that the scorer keeps in registers: as many as fit beside the scores of a pair; it reads the others from
 // shared memory for every block.
@@ -43,10 +42,9 @@ constexpr int Q_REGISTER_STEPS = 11;
 // The d_qk whose loader has registers and time to ask for rows in L2 before it copies them.
 constexpr int PREFETCHED_D_QK = 512;
 
-// The epilogue of an accumulator warp goes through shared memory, eight heads of its 64 columns at a time. A row's 16
-// bytes of padding put the four heads that a store instruction writes into different banks.
+// The epilogue of an accumulator warp goes through shared memory, eight heads of its 64 columns at a time.
 constexpr int STAGED_HEADS = 8;
-constexpr int STAGED_ROW_BYTES = 64 * 2 + 16;
+constexpr int STAGED_ROW_BYTES = 64 * 2;
 
 // P = 2^(s - reference). The reference trails the running maximum: it is raised to (maximum - HEADROOM_LOG2) only when
 // the maximum has risen by more than RISE_LOG2, so P stays below 2^(HEADROOM_LOG2 + RISE_LOG2) and within e4m3.
@@ -62,8 +60,8 @@ constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 
 // ------------------------------------------------------------------------------------------------------------ barriers
 //
-// n counts the blocks of a CTA, m = n / 2 their pairs, t its items. The stage of block n is n % 4, its phase n / 4; the
-// slot of pair m is m % 2, its phase m / 2. "Warps" arrive by one lane.
+// n counts the blocks of a CTA, m = n / 2 their pairs, t its items. The stage of block n is n % STAGES, its phase
+// n / STAGES; the slot of pair m is m % 2, its phase m / 2. "Warps" arrive by one lane.
 //
 // | barrier        | arrivals              | who arrives  | who waits    | meaning                                       |
 // |----------------|-----------------------|--------------|--------------|-----------------------------------------------|
@@ -82,10 +80,12 @@ constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 template <int D_QK>
 struct alignas(1024) SharedPlan {
     static constexpr int STAGE_BYTES = layout::Stage<D_QK>::BYTES;
+    // Blocks between the loader's gather and the accumulators' last read: as many as fit.
+    static constexpr int STAGES = D_QK == 512 ? 5 : 4;
 
     u8 keys[STAGES][STAGE_BYTES];
     u8 queries[STAGE_BYTES];
-    u8 p[STAGES][HEADS * BLOCK_TOKENS];
+    u8 p[SLOTS][2][HEADS * BLOCK_TOKENS];
     u8 staging[ACCUMULATORS * GROUP_WARPS][2][STAGED_HEADS][STAGED_ROW_BYTES];
     float factor[SLOTS][HEADS];      // 2^(old reference - new reference)
     float scale[SLOTS][HEADS];       // kv_scale / denominator, of the item that pair m ends

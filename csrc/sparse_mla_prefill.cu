@@ -27,7 +27,7 @@
 //
 // Invariants
 //   1. The scorer alone owns maximum and reference; P(m), the factors of m and O^T after PV(m) are in the same frame.
-//   2. K of block n lives in stage n % 4 until the accumulators hold the last of its V^T in registers; P, factors, flags and
+//   2. K of block n lives in stage n % STAGES until the accumulators hold the last of its V^T in registers; P, factors, flags and
 //      scale of pair m live in slot m % 2 until PV(m) is done.
 //   3. An empty place is zero-filled, never multiplied: NaN in rows nobody selects cannot reach a result.
 //   4. wgmma reads what cp.async and stmatrix wrote only behind a fence.proxy.async: the scorer's before QK of a block
@@ -127,6 +127,33 @@ struct Ring {
     }
 };
 
+// The stages of a pair's two blocks.
+template <u32 STAGES>
+struct PairStages {
+    Ring<STAGES> first;
+    Ring<STAGES> second;
+
+    // Those of the pair in `slot`; `stage` is the next one of all pairs, where two pairs do not fill the ring.
+    __device__ __forceinline__ static PairStages next(Ring<STAGES>& stage, const Ring<SLOTS>& slot) {
+        if constexpr (STAGES == 2 * SLOTS) {
+            return {{2 * slot.at, slot.phase}, {2 * slot.at + 1, slot.phase}};
+        } else {
+            PairStages pair;
+            pair.first = stage;
+            stage.advance();
+            pair.second = stage;
+            stage.advance();
+            return pair;
+        }
+    }
+
+    // How many stages the second block is behind the first; below 0 where the ring begins anew in between.
+    __device__ __forceinline__ int distance() const {
+        if constexpr (STAGES == 2 * SLOTS) return 1;
+        return second.at != 0 ? 1 : 1 - static_cast<int>(STAGES);
+    }
+};
+
 // -------------------------------------------------------------------------------------------------------------- loader
 
 // A lane's part in the copies of a stage: wide tiles take 4 rows x 128 B per instruction, the tail 8 rows x 64 B. A warp
@@ -135,7 +162,7 @@ struct CopyLane {
     u32 wide_row;     // of 4
     u32 wide_column;  // bytes
     u32 wide_offset;  // in the stage, of row 16w + wide_row; in odd groups of 4 rows chunk bit 2 is flipped
-    u32 tail_row;     // of 8
+    u32 tail_row;     // of 8: wide_row, or wide_row + 4 for every other four lanes, so that a lane knows its row already
     u32 tail_column;  // bytes, from the tail's first
     u32 tail_offset;  // in the tail tile, of row 16w + tail_row
 
@@ -143,9 +170,9 @@ struct CopyLane {
         : wide_row(lane / 8),
           wide_column(lane % 8 * 16),
           wide_offset(layout::wide_offset(16 * warp + lane / 8, lane % 8)),
-          tail_row(lane / 4),
+          tail_row(lane / 8 + lane / 4 % 2 * 4),
           tail_column(lane % 4 * 16),
-          tail_offset(layout::narrow_offset(16 * warp + lane / 4, lane % 4)) {}
+          tail_offset(layout::narrow_offset(16 * warp + tail_row, lane % 4)) {}
 };
 constexpr u32 ODD_ROWS_FLIP = 4 * 16;
 
@@ -214,30 +241,27 @@ __device__ __forceinline__ void gather_keys(const Params& params, int token, con
                                             u64 policy) {
     using Stage = layout::Stage<D_QK>;
     // All shuffles first: one behind copies would wait until the memory system has taken those.
-    int wide_rows[4], tail_rows[2];
+    int rows[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) wide_rows[i] = __shfl_sync(~0u, token, 4 * i + lane.wide_row);
-    if constexpr (Stage::HAS_TAIL) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) tail_rows[i] = __shfl_sync(~0u, token, 8 * i + lane.tail_row);
-    }
+    for (int i = 0; i < 4; ++i) rows[i] = __shfl_sync(~0u, token, 4 * i + lane.wide_row);
     const u32 flip = (destination ^ ODD_ROWS_FLIP) - destination;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const u8* source =
-            params.kv + lane.wide_column + static_cast<u64>(static_cast<u32>(wide_rows[i])) * params.kv_row_bytes;
+            params.kv + lane.wide_column + static_cast<u64>(static_cast<u32>(rows[i])) * params.kv_row_bytes;
         const u32 to = destination + (i & 1 ? flip : 0) + i * 4 * layout::WIDE_COLUMNS;
 #pragma unroll
         for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
-            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, wide_rows[i], policy);
+            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, rows[i], policy);
     }
     if constexpr (Stage::HAS_TAIL) {
         const u32 to = destination + (Stage::TAIL_OFFSET + lane.tail_offset - lane.wide_offset);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
+            const int row = lane.tail_row == lane.wide_row ? rows[2 * i] : rows[2 * i + 1];
             const u8* source = params.kv + (D_QK - layout::TAIL_COLUMNS) + lane.tail_column +
-                               static_cast<u64>(static_cast<u32>(tail_rows[i])) * params.kv_row_bytes;
-            ptx::cp_async_16(to + i * 8 * layout::TAIL_COLUMNS, source, tail_rows[i], policy);
+                               static_cast<u64>(static_cast<u32>(row)) * params.kv_row_bytes;
+            ptx::cp_async_16(to + i * 8 * layout::TAIL_COLUMNS, source, row, policy);
         }
     }
 }
@@ -252,13 +276,14 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
     const u64 policy = ptx::createpolicy_evict_last();
     u32 destination = opaque(shared_address(shared.keys) + copy.wide_offset);
 
+    constexpr int STAGES = SharedPlan<D_QK>::STAGES;
     Ring<STAGES> stage;
     Item item(params);
     const int my_place = 16 * warp + lane % 16;
     int places_left = item.length;
     const int* indices = params.indices + item.query * params.indices_row_elements;
     int index = item.is_active(params) && my_place < places_left ? __ldg(indices + my_place) : -1;
-    bool is_new = true;
+    bool is_new = true, is_second = false;
     for (u32 query_phase = 0; item.is_active(params);) {
         // Fetch Q of a new item, once the scorer is done with the last one.
         if (is_new) {
@@ -268,9 +293,10 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
             query_phase ^= 1;
         }
 
-        // Read the indices of the next block during this one. An item begins in an even stage and ends in an odd one.
+        // Read the indices of the next block during this one. An item ends with the second block of a pair.
         const int token = static_cast<u32>(index) < static_cast<u32>(params.s_kv) ? index : -1;
-        is_new = places_left <= BLOCK_TOKENS && stage.at % 2 != 0;
+        is_new = places_left <= BLOCK_TOKENS && is_second;
+        is_second = !is_second;
         if (is_new) {
             item.advance(params);
             if constexpr (D_QK == PREFETCHED_D_QK) prefetch_queries<D_QK>(params, item, thread);
@@ -477,11 +503,14 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
     const StageDescriptors q{
         layout::descriptor(shared_address(shared.queries), layout::SWIZZLE_128_BYTES),
         layout::descriptor(shared_address(shared.queries) + layout::Stage<D_QK>::TAIL_OFFSET, layout::SWIZZLE_64_BYTES)};
+    constexpr int STAGES = SharedPlan<D_QK>::STAGES;
     constexpr u64 STAGE_STEP = layout::descriptor_step(SharedPlan<D_QK>::STAGE_BYTES);
 
     u32 queries[Q_REGISTER_STEPS][4];
     float scores[2][32];
     Ring<SLOTS> ring;
+    Ring<STAGES> stage;
+    auto pair = PairStages<STAGES>::next(stage, ring);
     u32 turn = 0;
     StageDescriptors k{first_wide, first_tail};
     u32 unreleased = SLOTS;  // slot of the P that waits for the next QK; SLOTS for none
@@ -498,19 +527,21 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
             const u32 phase = ring.phase;
 
             // Start QK of both blocks.
-            wait(shared.key_full[2 * slot], phase);
+            wait(shared.key_full[pair.first.at], pair.first.phase);
             ptx::fence_proxy_async_shared();
             start_scores<D_QK>(scores[0], queries, q, k);
-            wait(shared.key_full[2 * slot + 1], phase);
+            wait(shared.key_full[pair.second.at], pair.second.phase);
             ptx::fence_proxy_async_shared();
-            const u64 valid_first = *reinterpret_cast<const volatile u64*>(shared.valid[2 * slot]);
-            const u64 valid_second = *reinterpret_cast<const volatile u64*>(shared.valid[2 * slot + 1]);
-            start_scores<D_QK>(scores[1], queries, q, {k.wide + STAGE_STEP, k.tail + STAGE_STEP});
+            const u64 valid_first = *reinterpret_cast<const volatile u64*>(shared.valid[pair.first.at]);
+            const u64 valid_second = *reinterpret_cast<const volatile u64*>(shared.valid[pair.second.at]);
+            const u64 step = STAGE_STEP * static_cast<i64>(pair.distance());
+            start_scores<D_QK>(scores[1], queries, q, {k.wide + step, k.tail + step});
 
             // Prepare the next one.
             ring.advance();
-            k.wide = first_wide + 2 * STAGE_STEP * ring.at;
-            k.tail = first_tail + 2 * STAGE_STEP * ring.at;
+            pair = PairStages<STAGES>::next(stage, ring);
+            k.wide = first_wide + STAGE_STEP * pair.first.at;
+            k.tail = first_tail + STAGE_STEP * pair.first.at;
             ptx::hold(k.wide);
             ptx::hold(k.tail);
 
@@ -539,8 +570,8 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
             raise_references(shared, rows, maxima_log2, slot, warp, lane);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                write_p(scores[half], rows, scale_log2, p_low + (2 * slot + half) * sizeof(shared.p[0]),
-                        p_high + (2 * slot + half) * sizeof(shared.p[0]));
+                write_p(scores[half], rows, scale_log2, p_low + (2 * slot + half) * sizeof(shared.p[0][0]),
+                        p_high + (2 * slot + half) * sizeof(shared.p[0][0]));
             unreleased = slot;
         } while (--pairs_left != 0);
         finish_item(params, shared, rows, item, slot, warp, lane);
@@ -588,11 +619,11 @@ __device__ __forceinline__ void rescale(const SharedPlan<D_QK>& shared, float (&
             scale_pair(output, i, reinterpret_cast<const float2*>(shared.factor[slot])[4 * i + pair]);
 }
 
-// Issue the load of the V^T fragment of PV step u of a pair; `values` is the lane's address of m-tile 0 in its first stage.
-template <int D_QK>
-__device__ __forceinline__ void load_values(u32 (&raw)[4], u32 values, int u) {
-    ptx::ldmatrix_x4_trans(raw, (values ^ (u % M_TILES * 16)) + u / PV_STEPS * SharedPlan<D_QK>::STAGE_BYTES +
-                                    u % PV_STEPS / M_TILES * 32 * layout::WIDE_COLUMNS);
+// Issue the load of the V^T fragment of PV step u of a pair; `values` is the lane's address of m-tile 0 in the first stage,
+// the second one is `step` bytes on.
+__device__ __forceinline__ void load_values(u32 (&raw)[4], u32 values, u32 step, int u) {
+    ptx::ldmatrix_x4_trans(raw, (values ^ (u % M_TILES * 16)) + u % PV_STEPS / M_TILES * 32 * layout::WIDE_COLUMNS +
+                                    u / PV_STEPS * step);
 }
 
 // Separate the two columns of each 16-bit piece.
@@ -605,7 +636,7 @@ __device__ __forceinline__ void make_fragment(u32 (&fragment)[4], const u32 (&ra
 }
 
 // Write the item's out, eight heads at a time: a warp turns its 64 columns of them over in shared memory, in two buffers
-// by turns, so that a store takes 128 bytes of four rows.
+// by turns, so that a store takes 128 bytes of four rows. Chunks of 16 bytes are swizzled by the row: no bank meets twice.
 __device__ __forceinline__ void store_output(const Params& params, u8 (&staging)[2][STAGED_HEADS][STAGED_ROW_BYTES],
                                              const float (&output)[M_TILES][32], const Item& item) {
     const u32 lane = ptx::tid_x() % WARP_THREADS, warp = ptx::tid_x() / WARP_THREADS - FIRST_ACCUMULATOR * GROUP_WARPS;
@@ -617,41 +648,42 @@ __device__ __forceinline__ void store_output(const Params& params, u8 (&staging)
 #pragma unroll
         for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-                *reinterpret_cast<u32*>(&staging[i % 2][lane % 4 * 2 + j][m * 32 + lane / 4 * 4]) =
+            for (int j = 0; j < 2; ++j) {
+                const int to = lane % 4 * 2 + j;
+                *reinterpret_cast<u32*>(&staging[i % 2][to][((2 * m + lane / 16) ^ to) * 16 + lane / 4 % 4 * 4]) =
                     ptx::cvt_bf16x2(output[m][4 * i + j], output[m][4 * i + 2 + j]);
+            }
     };
     stage_heads(0);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         __syncwarp();
-        const uint4 upper = *reinterpret_cast<const uint4*>(&staging[i % 2][row][chunk * 16]);
-        const uint4 lower = *reinterpret_cast<const uint4*>(&staging[i % 2][row + 4][chunk * 16]);
+        const uint4 upper = *reinterpret_cast<const uint4*>(&staging[i % 2][row][(chunk ^ row) * 16]);
+        const uint4 lower = *reinterpret_cast<const uint4*>(&staging[i % 2][row + 4][(chunk ^ (row + 4)) * 16]);
         if (i + 1 < 8) stage_heads(i + 1);
         if (8 * i < heads) __stcs(reinterpret_cast<uint4*>(out + 8 * i * D_V), upper);
         if (8 * i + 4 < heads) __stcs(reinterpret_cast<uint4*>(out + (8 * i + 4) * D_V), lower);
     }
 }
 
-// O^T += V^T P^T of a pair. `fragment` holds the first steps' V^T, `raw` the next one's. Lets each stage go as soon as the
-// last of its V^T is in registers.
-template <int D_QK>
+// O^T += V^T P^T of a pair. `fragment` holds the first steps' V^T, `raw` the next one's; the second block's stage is `step`
+// bytes behind the first one's. Lets each stage go as soon as the last of its V^T is in registers.
 __device__ __forceinline__ void multiply_values(float (&output)[M_TILES][32], u32 (&fragment)[FRAGMENTS][4], u32 (&raw)[4],
-                                                u32 values, u64 p, const u64* stages_empty) {
+                                                u32 values, u32 step, u64 p, const u64& first_empty, const u64& second_empty) {
 #pragma unroll
     for (int u = 0; u < 2 * PV_STEPS; ++u) {
         if (u >= FRAGMENTS) {
             ptx::wgmma_wait<FRAGMENTS - 1>();
             hold(fragment[u % FRAGMENTS]);
             make_fragment(fragment[u % FRAGMENTS], raw);
-            if (u + 1 < 2 * PV_STEPS) load_values<D_QK>(raw, values, u + 1);
+            if (u + 1 < 2 * PV_STEPS) load_values(raw, values, step, u + 1);
         }
         ptx::wgmma_fence();
         ptx::wgmma_accumulate(output[u % M_TILES], fragment[u % FRAGMENTS],
                               p + layout::descriptor_step(u / PV_STEPS * HEADS * BLOCK_TOKENS +
                                                           u % PV_STEPS / M_TILES * layout::K_STEP_BYTES));
         ptx::wgmma_commit();
-        if (u % PV_STEPS == PV_STEPS - 1) arrive(stages_empty[u / PV_STEPS], ptx::tid_x() % WARP_THREADS);
+        if (u % PV_STEPS == PV_STEPS - 1) arrive(u < PV_STEPS ? first_empty : second_empty, ptx::tid_x() % WARP_THREADS);
     }
     ptx::wgmma_wait<0>();
     hold(output);
@@ -672,7 +704,9 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
 
     float output[M_TILES][32];
     u32 fragment[FRAGMENTS][4], raw[4];
+    constexpr int STAGES = SharedPlan<D_QK>::STAGES, STAGE_BYTES = SharedPlan<D_QK>::STAGE_BYTES;
     Ring<SLOTS> ring;
+    Ring<STAGES> stage;
     for (Item item(params); item.is_active(params); item.advance(params)) {
         int pairs_left = item.pairs();
         bool is_first = true;
@@ -683,24 +717,27 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
         hold(output);
 #pragma unroll 1
         for (;;) {
-            const u32 slot = ring.at, values = first_values + 2 * slot * SharedPlan<D_QK>::STAGE_BYTES;
-            u64 p = first_p + layout::descriptor_step(2 * slot * sizeof(shared.p[0]));
+            const auto pair = PairStages<STAGES>::next(stage, ring);
+            const u32 slot = ring.at, values = first_values + pair.first.at * STAGE_BYTES;
+            const u32 step = pair.distance() * STAGE_BYTES;
+            u64 p = first_p + layout::descriptor_step(slot * sizeof(shared.p[0]));
             ptx::hold(p);
 
             // Load the first fragments and rescale while the scorer makes P.
             wait(shared.factor_full[slot], ring.phase);
 #pragma unroll
             for (int u = 0; u < FRAGMENTS; ++u) {
-                load_values<D_QK>(raw, values, u);
+                load_values(raw, values, step, u);
                 make_fragment(fragment[u], raw);
             }
-            load_values<D_QK>(raw, values, FRAGMENTS);
+            load_values(raw, values, step, FRAGMENTS);
             if (!is_first) rescale(shared, output, slot);
             is_first = false;
 
             wait(shared.p_full[slot], ring.phase);
             hold(output);
-            multiply_values<D_QK>(output, fragment, raw, values, p, shared.stage_empty + 2 * slot);
+            multiply_values(output, fragment, raw, values, step, p, shared.stage_empty[pair.first.at],
+                            shared.stage_empty[pair.second.at]);
             if (--pairs_left == 0) break;
             arrive(shared.p_empty[slot], ptx::tid_x() % WARP_THREADS);
             ring.advance();
@@ -724,7 +761,7 @@ __device__ __forceinline__ void set_up_barriers(SharedPlan<D_QK>& shared) {
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(shared_address(&shared.query_full), GROUP_THREADS);
         ptx::mbarrier_init(shared_address(&shared.query_empty), GROUP_ARRIVALS);
-        for (int stage = 0; stage < STAGES; ++stage) {
+        for (int stage = 0; stage < SharedPlan<D_QK>::STAGES; ++stage) {
             ptx::mbarrier_init(shared_address(&shared.key_full[stage]), GROUP_THREADS + GROUP_WARPS);
             ptx::mbarrier_init(shared_address(&shared.stage_empty[stage]), ACCUMULATORS * GROUP_ARRIVALS);
         }

@@ -30,19 +30,20 @@ D_QK = (512, 576)
 HEADS = 64
 MAX_PLANS = 256
 
-_STAGES = 4
+_STAGES = {512: 5, 576: 4}
 _SLOTS = 2
 _UNKNOWN_L2_BYTES = 60 * 2**20  # of an H200
 
 
 def _shared_bytes(d_qk: int) -> int:
     """Size of ``SharedPlan<d_qk>``, which the kernel asserts against this figure."""
-    rows = (_STAGES + 1) * 64 * d_qk
-    per_stage = HEADS * 64 + 4 * 2
-    per_slot = 2 * 4 * HEADS + 4 + 1
-    staging = 8 * 2 * 8 * (64 * 2 + 16)
-    barriers = 8 * (2 + 2 * _STAGES + 3 * _SLOTS)
-    return -(-(rows + _STAGES * per_stage + _SLOTS * per_slot + staging + barriers) // 1024) * 1024
+    stages = _STAGES[d_qk]
+    rows = (stages + 1) * 64 * d_qk
+    per_stage = 4 * 2
+    per_slot = 2 * HEADS * 64 + 2 * 4 * HEADS + 4
+    staging = 8 * 2 * 8 * 64 * 2
+    barriers = 8 * (2 + 2 * stages + 3 * _SLOTS)
+    return -(-(rows + stages * per_stage + _SLOTS * per_slot + staging + barriers) // 1024) * 1024
 
 
 VARIANTS: dict[int, Source] = {
