@@ -276,6 +276,19 @@ def test_command_and_benchmarks_share_their_row_counts():
     assert bench_growth.workload_named("ramp") == mine["ramp"] == ramp(16384, 400)
 
 
+def test_the_benchmark_of_sleep_sees_memory_that_does_not_come_back(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import bench_sleep
+
+    case = bench_sleep.Case("one growth", 2**26)
+    figures = bench_sleep.measure(case, CPU, rounds=2)
+    assert figures.fault is None
+    assert figures.back_bytes >= case.nbytes - bench_sleep.NOISE_BYTES["cpu"]
+    monkeypatch.setattr(bench_sleep.Pooled, "sleep", lambda self: None)
+    monkeypatch.setattr(bench_sleep.Pooled, "wake", lambda self: None)
+    assert "bytes back" in bench_sleep.measure(case, CPU, rounds=2).fault
+
+
 @pytest.mark.parametrize("workload", [constant(5, 3), two_lanes(5, 4), held([3, 5], 2), ramp(9, 3)], ids=lambda w: w.name)
 def test_right_allocators_have_no_fault(workload, make_pool):
     setting = Setting.of(workload, 2, CPU)
