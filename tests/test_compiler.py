@@ -141,6 +141,19 @@ def test_each_part_of_the_key_counts(sources, compiles, tmp_path, monkeypatch, c
     assert len(entries(tmp_path / "cache")) == 2
 
 
+def test_what_is_compiled_for_a_driver_serves_where_that_driver_is(sources, compiles, tmp_path, monkeypatch):
+    binary = compile_source(SOURCE, cache_dir=tmp_path, driver=99000)
+    assert compiler.is_kept(binary, cache_dir=tmp_path, driver=99000)
+    assert not compiler.is_kept(binary, cache_dir=tmp_path)
+    monkeypatch.setattr(compiler, "_driver_version", lambda: 99000)
+    forget()
+    assert compile_source(SOURCE, cache_dir=tmp_path).is_cached
+    monkeypatch.setattr(compiler, "_driver_version", lambda: 99010)
+    forget()
+    assert not compile_source(SOURCE, cache_dir=tmp_path).is_cached
+    assert len(compiles) == 2
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "alien"])
 def test_a_damaged_entry_is_said_and_replaced(sources, compiles, tmp_path, caplog, damage):
     compile_source(SOURCE, cache_dir=tmp_path)

@@ -295,7 +295,7 @@ def test_a_folder_that_may_not_be_written_serves_what_it_has(run_script):
             """
 anew(variant(0))
 keys = {number: compiler._key(variant(number), "sm_90a") for number in range(2)}
-compiler._key = lambda source, arch: keys[int(source.name[-1])]  # nobody may not see the sources
+compiler._key = lambda source, arch, driver: keys[int(source.name[-1])]  # nobody may not see the sources
 os.chmod(FOLDER, 0o555)
 if os.geteuid() == 0:
     os.seteuid(65534)

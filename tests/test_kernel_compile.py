@@ -13,6 +13,7 @@ import struct
 import pytest
 
 from bufpool.cli import compile as cli
+from bufpool.cli import main
 from bufpool.jit import compiler
 from bufpool.jit.compiler import compile_source, source_directory
 from bufpool.ops import sparse_mla_sm90
@@ -57,7 +58,7 @@ def test_wgmma_that_cannot_overlap_is_said(cache, tmp_path, monkeypatch, caplog)
 
 @has_compiler
 def test_command_reports_every_variant(cache, capsys):
-    code = cli.run_compile(argparse.Namespace(arch="sm_90a", json=True))
+    code = cli.run_compile(argparse.Namespace(arch="sm_90a", driver=None, json=True))
     report = json.loads(capsys.readouterr().out)
     assert code == 0
     assert [kernel["name"] for kernel in report["kernels"]] == [source.name for source in VARIANTS.values()]
@@ -69,6 +70,24 @@ def test_command_reports_every_variant(cache, capsys):
         assert kernel["seconds"] > 0
     assert len(list(cache.glob("*.kernel"))) == len(VARIANTS)
     assert compile_source(VARIANTS[576]).registers == report["kernels"][-1]["registers"]
+
+
+@has_compiler
+def test_command_keeps_kernels_for_other_drivers(cache, monkeypatch, capsys):
+    assert main(["compile", "--driver", "99.0", "--driver", "99.1", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["kernels"]) == len(VARIANTS)
+    assert len(list(cache.glob("*.kernel"))) == 2 * len(VARIANTS)
+    monkeypatch.setattr(compiler, "_driver_version", lambda: 99010)
+    monkeypatch.setattr(compiler, "_memory", {})
+    assert all(compile_source(source).is_cached for source in VARIANTS.values())
+
+
+@pytest.mark.parametrize("version", ["13", "13.0.1", "thirteen", ""])
+def test_command_refuses_what_is_no_driver_version(version, capsys):
+    with pytest.raises(SystemExit) as e:
+        main(["compile", "--driver", version])
+    assert e.value.code == 2
+    assert "expected the CUDA version of a driver such as 13.0, got" in capsys.readouterr().err
 
 
 def make_binary(**changes):
@@ -93,9 +112,9 @@ def test_faults_are_named(changes, fault):
 
 @pytest.mark.parametrize(("spill_bytes", "code"), [(0, 0), (4, 1)])
 def test_exit_code_tells_of_spills(spill_bytes, code, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "compile_source", lambda source, arch, reuse: make_binary(spill_bytes=spill_bytes))
-    monkeypatch.setattr(cli, "is_kept", lambda binary: True)
-    assert cli.run_compile(argparse.Namespace(arch="sm_90a", json=False)) == code
+    monkeypatch.setattr(cli, "compile_source", lambda source, arch, reuse, driver: make_binary(spill_bytes=spill_bytes))
+    monkeypatch.setattr(cli, "is_kept", lambda binary, driver: True)
+    assert cli.run_compile(argparse.Namespace(arch="sm_90a", driver=None, json=False)) == code
     printed = capsys.readouterr()
     assert "128 registers" in printed.out
     assert ("spilled registers" in printed.err) == bool(code)
@@ -104,8 +123,8 @@ def test_exit_code_tells_of_spills(spill_bytes, code, monkeypatch, capsys):
 def test_kernels_that_could_not_be_kept_are_named_and_fail(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("BUFPOOL_CACHE_DIR", str(tmp_path / "file"))
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(cli, "compile_source", lambda source, arch, reuse: make_binary())
-    assert cli.run_compile(argparse.Namespace(arch="sm_90a", json=False)) == 1
+    monkeypatch.setattr(cli, "compile_source", lambda source, arch, reuse, driver: make_binary())
+    assert cli.run_compile(argparse.Namespace(arch="sm_90a", driver=None, json=False)) == 1
     printed = capsys.readouterr()
     wanted = f"{VARIANTS[576].name}: expected to be kept in {tmp_path / 'file'} (BUFPOOL_CACHE_DIR), got no entry there\n"
     assert printed.err.endswith(wanted)

@@ -22,6 +22,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--arch", type=_architecture, default=ARCH, metavar="NAME", help="architecture to compile for (%(default)s)"
     )
+    parser.add_argument(
+        "--driver",
+        type=_driver_version,
+        action="append",
+        metavar="VERSION",
+        help="keep the kernels for machines whose driver has this CUDA version, such as 13.0 (nvidia-smi names it); may be"
+        " given several times (default: this machine's driver)",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout in place of the table")
 
 
@@ -34,9 +42,12 @@ def run_compile(args: argparse.Namespace) -> int:
     Raises:
         CompileError: a variant does not compile; the text ends with the compiler's log.
     """
-    binaries = [compile_source(source, args.arch, reuse=False) for source in VARIANTS.values()]
+    drivers: list[int | None] = args.driver or [None]
+    lost: list[str] = []
+    for driver in drivers:
+        binaries = [compile_source(source, args.arch, reuse=False, driver=driver) for source in VARIANTS.values()]
+        lost += [binary.source.name for binary in binaries if not is_kept(binary, driver=driver)]
     found = [fault for binary in binaries for fault in faults(binary)]
-    lost = [binary.source.name for binary in binaries if not is_kept(binary)]
     if lost:
         found.append(f"{', '.join(lost)}: expected to be kept in {_folder()} (BUFPOOL_CACHE_DIR), got no entry there")
     if args.json:
@@ -56,6 +67,14 @@ def _architecture(text: str) -> str:
     if not re.fullmatch(r"sm_\d{2,3}[af]?", text):
         raise argparse.ArgumentTypeError(f"expected a real architecture such as {ARCH}, got {text!r}")
     return text
+
+
+def _driver_version(text: str) -> int:
+    """An argument that names a CUDA version, as the driver counts: 13.0 is 13000."""
+    parts = re.fullmatch(r"(\d{1,3})\.(\d{1,2})", text)
+    if not parts:
+        raise argparse.ArgumentTypeError(f"expected the CUDA version of a driver such as 13.0, got {text!r}")
+    return int(parts[1]) * 1000 + int(parts[2]) * 10
 
 
 def faults(binary: Binary) -> list[str]:

@@ -117,6 +117,7 @@ def compile_source(
     *,
     cache_dir: str | os.PathLike[str] | None = None,
     reuse: bool = True,
+    driver: int | None = None,
 ) -> Binary:
     """Compile a variant for ``arch``, or take it from memory or disk.
 
@@ -125,6 +126,8 @@ def compile_source(
         arch: real architecture, as NVRTC names it (``sm_90a``).
         cache_dir: see ``cache_directory``.
         reuse: False compiles anew; what comes out is kept all the same.
+        driver: keep it for processes with this driver, as ``cuDriverGetVersion`` counts (13000 is CUDA 13.0). None: for
+            those with this machine's driver.
 
     Raises:
         CompileError: the compiler refused (the text ends with its log), the sources are missing, or cuda.core is not
@@ -132,7 +135,7 @@ def compile_source(
     """
     if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
         raise CompileError(f"arch: expected a real architecture such as sm_90a, got {arch!r}")
-    key = _key(source, arch)
+    key = _key(source, arch, driver)
     if reuse:
         with _memory_lock:
             found = _memory.get(key)
@@ -149,18 +152,19 @@ def compile_source(
     return found
 
 
-def is_kept(binary: Binary, *, cache_dir: str | os.PathLike[str] | None = None) -> bool:
+def is_kept(binary: Binary, *, cache_dir: str | os.PathLike[str] | None = None, driver: int | None = None) -> bool:
     """Whether a later process finds this binary on disk. Reads the entry and checks its digest.
 
     Args:
         binary: what ``compile_source`` returned.
         cache_dir: see ``cache_directory``.
+        driver: see ``compile_source``.
     """
     try:
         directory = cache_directory(cache_dir)
     except RuntimeError:  # no home
         return False
-    found = _read(directory, _key(binary.source, binary.arch), binary.source, binary.arch)
+    found = _read(directory, _key(binary.source, binary.arch, driver), binary.source, binary.arch)
     return found is not None and found.image == binary.image
 
 
@@ -227,7 +231,7 @@ def _resources(log: str) -> tuple[int, int]:
 # --------------------------------------------------------------------------------------------------------------- cache
 
 
-def _key(source: Source, arch: str) -> str:
+def _key(source: Source, arch: str, driver: int | None = None) -> str:
     """Digest of everything that decides what the compiler makes: sources, headers, flags, versions, architecture."""
     directory = source_directory()
     files = sorted(path for path in directory.rglob("*") if path.suffix in (".cu", ".cuh"))
@@ -235,17 +239,17 @@ def _key(source: Source, arch: str) -> str:
         "files": [(str(path.relative_to(directory)), hashlib.sha256(path.read_bytes()).hexdigest()) for path in files],
         "source": [source.name, source.file, source.entry, source.defines, source.threads, source.shared_bytes],
         "arch": arch,
-        "versions": _versions(),
+        "versions": _versions(driver),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _versions() -> dict[str, object]:
+def _versions(driver: int | None = None) -> dict[str, object]:
     return {
         "format": _ENTRY_MAGIC.decode(),
         "cuda.core": _package_version("cuda-core"),
         "nvrtc": _nvrtc_version(),
-        "driver": _driver_version(),
+        "driver": _driver_version() if driver is None else driver,
     }
 
 
