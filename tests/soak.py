@@ -14,8 +14,21 @@ made too, and their refusals counted. The same seed gives each thread the same d
     python tests/soak.py --seconds 20 --json            # on the CPU, without what only CUDA has
 
 Exit code 1 after a mismatch, an error that nothing calls for, or memory that does not come back. The report names seed,
-thread, step and operation. Kept apart: two captures (torch allows one at a time), and the beginning of a capture from calls
-of the pool in other threads, since some synchronise the device, which no capture survives (``--no-gate`` lets them meet).
+thread, step and operation.
+
+It wants the device for itself: what the pool gives back is read off the free bytes of the device, and now and then torch
+takes nearly all of them, so that the pool cannot wake.
+
+Kept apart, since no capture survives it:
+
+* Two captures: torch allows one at a time.
+* The beginning of a capture, and calls of the pool in other threads: some synchronise the device (``--no-gate`` lets them
+  meet).
+* A capture, and what other threads do on its stream. torch has 32 streams of each priority for a device and hands them out
+  in turn, so the one that a runner captures on may be another thread's. Runners take theirs of priority 0; the threads have
+  streams of priority -1, all made at the start.
+* A capture, and the runner of all threads. A call waits for the stream of the call before it, whoever made that. So each
+  thread captures on two streams of its own, and calls that runner on its third, or on the default one.
 """
 
 from __future__ import annotations
@@ -69,6 +82,10 @@ BUCKETS = (4, 16, 64, 256)
 FILL_FROM_BYTES = 64 * MIB  # mapped, for the test of a device that has no memory left at wake()
 KEPT_BYTES = GIB  # what driver and torch may keep for themselves at the end
 CYCLES_PER_MS = 2_000_000  # of torch.cuda._sleep on an H200
+STREAMS = 3  # of one thread, beside the default stream, which all share
+CAPTURING_STREAMS = 2  # the first of these: the runner of all threads is called on the others
+TORCH_STREAMS = 32  # of one priority
+FILL_ATTEMPTS = 3  # to let wake() meet a device without memory: another process may give some back meanwhile
 
 
 # ------------------------------------------------------------------------------------------------------------ device
@@ -89,9 +106,9 @@ class Cpu:
     def enter_thread(self) -> None:
         """Make the device current in this thread."""
 
-    def streams(self, count: int) -> list[Any]:
-        """So many streams for one thread, and one that all threads share."""
-        return [None] * (count + 1)
+    def streams(self) -> list[Any]:
+        """The streams of one more thread, which nobody else has, and the default one, which all threads share."""
+        return [None] * (STREAMS + 1)
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """What is queued inside goes to this stream."""
@@ -137,12 +154,19 @@ class Cuda(Cpu):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.main_bytes = min(24 * GIB, torch.cuda.get_device_properties(device).total_memory // 4)
+        self._taken: set[int] = set()
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
 
-    def streams(self, count: int) -> list[Any]:
-        return [*(torch.cuda.Stream(self.device) for _ in range(count)), torch.cuda.default_stream(self.device)]
+    def streams(self) -> list[Any]:
+        own = [torch.cuda.Stream(self.device, priority=-1) for _ in range(STREAMS)]
+        for stream in own:
+            if stream.cuda_stream in self._taken:
+                most = TORCH_STREAMS // STREAMS
+                raise ValueError(f"threads: expected at most {most} with {STREAMS} of torch's streams each, got more")
+            self._taken.add(stream.cuda_stream)
+        return [*own, torch.cuda.default_stream(self.device)]
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -175,8 +199,11 @@ class Cuda(Cpu):
         torch.cuda.empty_cache()
 
     def fill(self, free_bytes: int) -> Any:
-        """What leaves so many bytes of the device, as long as it lives."""
-        return torch.empty(self.free_bytes() - free_bytes, dtype=torch.uint8, device=self.device)
+        """What leaves so many bytes of the device, as long as it lives; None if another process was quicker."""
+        torch.cuda.empty_cache()
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return torch.empty(max(self.free_bytes() - free_bytes, 0), dtype=torch.uint8, device=self.device)
+        return None
 
     def record_stream(self, pool: Any, tensors: Sequence[torch.Tensor], stream: Any) -> None:
         pool.record_stream(tensors, stream)
@@ -589,6 +616,7 @@ class Worker:
         self.sets = {name: GraphSet(name) for name in (f"set {number}", f"other set {number}")}
         self.spare_graphs: list[Any] = []
         self.runner: GraphRunner | None = None
+        self.streams = world.device.streams()
 
     # One after another
 
@@ -596,7 +624,6 @@ class Worker:
         world = self.world
         try:
             world.device.enter_thread()
-            self.streams = world.device.streams(2)
             self.ledger = Ledger(world, self.number, self.streams)
             weights = {name: weight for name, (weight, needs_graphs) in OPERATIONS.items()
                        if world.device.has_graphs or not needs_graphs}  # fmt: skip
@@ -899,17 +926,16 @@ class Worker:
                     self.limited("runner", error)
                     self.runner = None
                     return
-        self.call_runner(self.runner, is_fresh=self.rng.random() < 0.3)
+        self.call_runner(self.runner, self.draw_stream(), is_fresh=self.rng.random() < 0.3)
 
     def run_shared_runner(self) -> None:
-        """The runner of all threads: each needs a copy."""
-        self.call_runner(self.world.runner, is_fresh=True)
+        """The runner of all threads: each needs a copy. Not on a stream that captures: others wait for it."""
+        self.call_runner(self.world.runner, self.rng.choice(self.streams[CAPTURING_STREAMS:]), is_fresh=True)
 
-    def call_runner(self, runner: GraphRunner, is_fresh: bool) -> None:
+    def call_runner(self, runner: GraphRunner, stream: Any, is_fresh: bool) -> None:
         rows = self.rng.randint(1, BUCKETS[-1] + 40)
         offset = self.rng.randrange(MOST_ROWS - rows)
         x = self.world.patterns.noise[torch.int32][offset : offset + rows, 0]
-        stream = self.draw_stream()
         with self.world.device.on(stream):
             self.delay()
             try:
@@ -1000,17 +1026,23 @@ class Worker:
 
     def wake_without_memory(self, mapped: int) -> None:
         """Torch has nearly all of the device: the pool cannot wake, and says so."""
-        self.world.device.empty_cache()
-        filler = self.world.device.fill(mapped // 2)
-        try:
-            self.world.main.wake()
-        except PoolLimitError as error:
-            self.refusals["wake: PoolLimitError"] += 1
-            assert error.need == mapped, error
-        else:
-            raise AssertionError(f"wake: expected a refusal with {mapped // 2} bytes for {mapped}, got none")
-        assert self.world.main.is_asleep
-        del filler
+        pool, device = self.world.main, self.world.device
+        for _ in range(FILL_ATTEMPTS):
+            filler = device.fill(mapped // 2)
+            before = device.free_bytes()
+            if filler is None or before >= mapped:
+                return
+            try:
+                pool.wake()
+            except PoolLimitError as error:
+                assert error.need == mapped, error
+                assert pool.is_asleep
+                if device.free_bytes() < mapped:
+                    self.refusals["wake: PoolLimitError"] += 1
+                return
+            pool.sleep()
+            del filler
+        raise AssertionError(f"wake: expected a refusal with {before} bytes free for {mapped}, got none")
 
     # Graphs
 
@@ -1027,7 +1059,7 @@ class Worker:
         world, device = self.world, self.world.device
         spec, rows = self.draw_spec(), self.draw_rows(CAPTURED_ROWS)
         layers = [self.draw_rows(CAPTURED_ROWS) for _ in range(self.rng.randint(1, 3))]
-        side, stream = self.rng.sample(self.streams[:-1], 2)  # the default stream cannot capture
+        side, stream = self.rng.sample(self.streams[:CAPTURING_STREAMS], 2)
         is_forked = self.rng.random() < 0.3
         pattern = world.patterns.of[spec][0]
         with device.on(stream):
@@ -1212,7 +1244,7 @@ OPERATIONS: dict[str, tuple[float, bool]] = {
 def soak(world: World) -> dict[str, Any]:
     """Run all threads to the end; the figures."""
     workers = [Worker(world, number) for number in range(world.threads)]
-    warm_up(world)
+    warm_up(world, workers[0].streams[0])
     gc.collect()
     gc.freeze()  # captures collect garbage; they need not walk through all of torch
     world.device.finish_all()
@@ -1253,9 +1285,9 @@ def soak(world: World) -> dict[str, Any]:
     return figures
 
 
-def warm_up(world: World) -> None:
+def warm_up(world: World, stream: Any) -> None:
     """Load every kernel once, so that none is loaded inside a capture, and capture the runner of all threads."""
-    with world.device.on(world.device.streams(1)[0]):
+    with world.device.on(stream):
         for spec in SPECS:
             outputs = spec.outputs_type(
                 *(torch.empty((3, *shape), dtype=dtype, device=world.device.device) for _, shape, dtype in spec)
