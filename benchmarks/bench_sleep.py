@@ -4,7 +4,9 @@ Asked: host time of ``pool.sleep()`` and ``pool.wake()`` for one slot of 1, 4 an
 by one growth and by 64, and in a CUDA graph that is replayed and checked after each wake; beside what an engine does by
 hand: drop a buffer, ``torch.cuda.empty_cache()``, allocate it again, at whatever address. In each round the memory was
 written before, the device is idle when the clock starts, and it is checked that all mapped bytes are free while the pool
-sleeps (``mem_get_info``; resident pages on the CPU) and that the result has its old address and right bits afterwards.
+sleeps (``mem_get_info``; resident pages on the CPU) and that the result has its old address and right bits afterwards. One
+round goes before those that count: what the process takes for itself at first use, such as torch's streams and the kernels
+that are loaded then, is no memory of the pool.
 
 Not measured: the time until queued work is done, for which ``sleep()`` waits; page faults at first touch on the CPU.
 
@@ -79,7 +81,10 @@ def cases(device: torch.device) -> Iterator[Case]:
 
 def measure(case: Case, device: torch.device, rounds: int = ROUNDS) -> Figures:
     contender = ByHand(case, device) if case.name == BY_HAND else Pooled(case, device)
-    sleep_us, wake_us, back_bytes, fault = [], [], [], None
+    fault = contender.use(rounds + 1)
+    contender.sleep()
+    contender.wake()
+    sleep_us, wake_us, back_bytes = [], [], []
     for number in range(1, rounds + 1):
         fault = fault or contender.use(number)
         _wait(device)
