@@ -283,18 +283,3 @@ def test_a_device_is_idle_when_all_its_streams_are(bindings, busy, capturing, is
     bindings.busy, bindings.capturing = set(busy), set(capturing)
     assert driver.is_idle(0, known=[0, FOREIGN]) is is_idle
     assert [stream for (stream,) in bindings.called("cuStreamQuery")] == queried
-
-
-# --- The real one ---
-
-
-@pytest.mark.gpu
-def test_the_driver_of_this_machine_is_there():
-    assert driver.unavailable_reason() is None
-    assert driver.driver_version() >= 12000
-    cuda = driver.cuda_driver(0)
-    assert cuda.granule >= 64 * 1024
-    address = cuda.address_reserve(4 * cuda.granule)
-    with pytest.raises(DriverError, match=r"^cuMemUnmap: CUDA_ERROR_\w+ \(\d+\): "):
-        cuda.unmap(address, cuda.granule)  # nothing is mapped there
-    cuda.address_free(address, 4 * cuda.granule)
