@@ -5,6 +5,8 @@
 Every rank holds the whole kv cache and h_q / ranks of the query heads, as tensor-parallel engines do. It computes its heads
 on its own device (NCCL on GPUs, gloo on the CPU), gathers `out` over the ranks and compares the bits with one rank that
 computes all heads. Works for any number of ranks that divides the heads.
+
+Collectives take results of a pool as they are. Buffers that are registered with NCCL are another matter: docs/limits.md.
 """
 
 from __future__ import annotations
