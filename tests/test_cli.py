@@ -300,6 +300,18 @@ def test_a_compiler_log_keeps_its_lines(capsys, monkeypatch):
     assert capsys.readouterr().err == ("bufpool compile: kernel.cu: expected it to compile, got:\nline 1\nline 2\n")
 
 
+@pytest.mark.parametrize(("lines", "rest"), [(20, ""), (21, "... and 1 more line\n"), (150, "... and 130 more lines\n")])
+def test_a_long_compiler_log_is_cut(lines, rest, capsys, monkeypatch):
+    log = [f"line {n}" for n in range(1, lines + 1)]
+
+    def fail(args):
+        raise CompileError("\n".join([*log, "", ""]))
+
+    monkeypatch.setattr("bufpool.cli.compile.run_compile", fail)
+    assert main(["compile"]) == 1
+    assert capsys.readouterr().err == "bufpool compile: " + "\n".join(log[:20]) + "\n" + rest
+
+
 # --- The figure ---
 
 

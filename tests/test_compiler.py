@@ -132,7 +132,7 @@ def test_each_part_of_the_key_counts(sources, compiles, tmp_path, monkeypatch, c
     elif change == "nvrtc":
         monkeypatch.setattr(compiler, "_nvrtc_version", lambda: [99, 0, 1])
     elif change == "driver":
-        monkeypatch.setattr(compiler, "_driver_version", lambda: 99000)
+        monkeypatch.setattr(compiler, "driver_version", lambda: 99000)
     else:
         monkeypatch.setattr(compiler, "_package_version", lambda name: "99.0")
     forget()
@@ -145,10 +145,10 @@ def test_what_is_compiled_for_a_driver_serves_where_that_driver_is(sources, comp
     binary = compile_source(SOURCE, cache_dir=tmp_path, driver=99000)
     assert compiler.is_kept(binary, cache_dir=tmp_path, driver=99000)
     assert not compiler.is_kept(binary, cache_dir=tmp_path)
-    monkeypatch.setattr(compiler, "_driver_version", lambda: 99000)
+    monkeypatch.setattr(compiler, "driver_version", lambda: 99000)
     forget()
     assert compile_source(SOURCE, cache_dir=tmp_path).is_cached
-    monkeypatch.setattr(compiler, "_driver_version", lambda: 99010)
+    monkeypatch.setattr(compiler, "driver_version", lambda: 99010)
     forget()
     assert not compile_source(SOURCE, cache_dir=tmp_path).is_cached
     assert len(compiles) == 2
@@ -205,10 +205,22 @@ def test_an_entry_that_cannot_be_read_is_said(sources, compiles, tmp_path, caplo
     assert len(compiles) == 2
 
 
-@pytest.mark.parametrize("arch", ["", "90", "compute_90a", "sm_90a -O0", "SM_90"])
+@pytest.mark.parametrize("arch", ["", "90", "compute_90a", "sm_90a -O0", "SM_90", "sm_90a\n"])
 def test_an_architecture_that_is_none_is_refused(arch):
+    assert not compiler.is_architecture(arch)
     with pytest.raises(CompileError, match="arch: expected a real architecture such as sm_90a, got"):
         compile_source(SOURCE, arch)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100f"])
+def test_an_architecture_is_known_by_its_name(arch):
+    assert compiler.is_architecture(arch)
+
+
+@pytest.mark.parametrize(("found", "version"), [([13, 0, 109338064], (13, 0)), (["ImportError"], None)])
+def test_the_version_of_the_compiler_is_told(found, version, monkeypatch):
+    monkeypatch.setattr(compiler, "_nvrtc_version", lambda: found)
+    assert compiler.nvrtc_version() == version
 
 
 def test_without_cuda_core_the_error_says_what_to_install(sources, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 
 from bufpool.cli import compile as cli
 from bufpool.cli import main
+from bufpool.errors import CompileError
 from bufpool.jit import compiler
 from bufpool.jit.compiler import compile_source, source_directory
 from bufpool.ops import sparse_mla_sm90
@@ -77,9 +78,84 @@ def test_command_keeps_kernels_for_other_drivers(cache, monkeypatch, capsys):
     assert main(["compile", "--driver", "99.0", "--driver", "99.1", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["kernels"]) == len(VARIANTS)
     assert len(list(cache.glob("*.kernel"))) == 2 * len(VARIANTS)
-    monkeypatch.setattr(compiler, "_driver_version", lambda: 99010)
+    monkeypatch.setattr(compiler, "driver_version", lambda: 99010)
     monkeypatch.setattr(compiler, "_memory", {})
     assert all(compile_source(source).is_cached for source in VARIANTS.values())
+
+
+@has_compiler
+def test_command_shows_the_first_lines_of_a_long_log(cache, capsys):
+    assert main(["compile", "--arch", "sm_80"]) == 1
+    printed = capsys.readouterr()
+    with pytest.raises(CompileError) as e:
+        compile_source(VARIANTS[min(VARIANTS)], "sm_80")
+    log = str(e.value).rstrip().splitlines()
+    assert len(log) > 100
+    assert printed.out == ""
+    assert printed.err.splitlines() == [f"bufpool compile: {log[0]}", *log[1:20], f"... and {len(log) - 20} more lines"]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """In place of the compiler, NVRTC 13.0: notes for which driver each variant is compiled and kept."""
+    asked = []
+
+    def compile_instead(source, arch, reuse, driver):
+        asked.append(driver)
+        return make_binary()
+
+    monkeypatch.setattr(cli, "compile_source", compile_instead)
+    monkeypatch.setattr(cli, "is_kept", lambda binary, driver: True)
+    monkeypatch.setattr(cli, "nvrtc_version", lambda: (13, 0))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("here", "options", "drivers"),
+    [
+        (13010, [], "driver 13.1"),
+        (0, ["--driver", "13.0"], "driver 13.0"),
+        (13010, ["--driver", "13.0", "--driver", "14.2"], "drivers 13.0, 14.2"),
+    ],
+)
+def test_command_says_for_which_drivers(here, options, drivers, compiled, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "driver_version", lambda: here)
+    assert main(["compile", *options]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"compiled for sm_90a, for {drivers}, kept in ")
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_command_says_that_kernels_for_no_driver_are_never_found(is_json, compiled, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "driver_version", lambda: 0)
+    assert main(["compile", *["--json"] * is_json]) == 0
+    printed = capsys.readouterr()
+    if is_json:
+        assert len(json.loads(printed.out)["kernels"]) == len(VARIANTS)
+    else:
+        assert printed.out.startswith("compiled for sm_90a, for no driver, kept in ")
+    assert printed.err == (
+        "bufpool compile: no driver here, so no machine with a GPU will find these kernels; name its driver, such as"
+        " --driver 13.0\n"
+    )
+
+
+@pytest.mark.parametrize("version", ["12.4", "12.9", "0.0"])
+def test_command_refuses_a_driver_of_an_older_major_version(version, compiled, capsys):
+    assert main(["compile", "--driver", "13.0", "--driver", version]) == 2
+    assert compiled == []
+    assert capsys.readouterr().err == (
+        "bufpool compile: --driver: expected 13.0 or newer, since a driver runs what a compiler of its own major version or"
+        f" an older one made, and NVRTC here is 13.0, got {version}\n"
+    )
+
+
+@pytest.mark.parametrize("version", [(13, 3), None])
+def test_command_takes_a_driver_of_an_older_minor_version(version, compiled, monkeypatch):
+    monkeypatch.setattr(cli, "nvrtc_version", lambda: version)  # None: the compiler says itself that it is not there
+    assert main(["compile", "--driver", "13.0"]) == 0
+    assert compiled == [13000] * len(VARIANTS)
 
 
 @pytest.mark.parametrize("version", ["13", "13.0.1", "thirteen", ""])

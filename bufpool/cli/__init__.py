@@ -15,13 +15,16 @@ import torch
 
 from .. import __version__
 from ..debug import Debug
-from ..errors import BufpoolError
+from ..errors import BufpoolError, CompileError
 from .usage import EXIT_USAGE, Parser, UsageError
 
 __all__ = ["main"]
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+
+LOG_LINES = 20
+"""Lines of a compile error, with the compiler's log, that are shown."""
 
 # command: (module, function that runs it, what it does). Only the module of the command asked for is imported.
 _COMMANDS = {
@@ -44,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except UsageError as e:
         return _fail(arguments, _one_line(e), EXIT_USAGE)
-    except BufpoolError as e:
-        # One line each, but for a compiler's log, which would not be read in one.
+    except CompileError as e:
+        return _fail(arguments, _first_lines(str(e)), EXIT_FAILED)
+    except BufpoolError as e:  # one line each
         return _fail(arguments, str(e), EXIT_FAILED)
     except (torch.OutOfMemoryError, MemoryError) as e:
         return _fail(arguments, _one_line(e) or "expected enough memory, got none", EXIT_FAILED)
@@ -95,6 +99,13 @@ def _fail(arguments: list[str], message: str, code: int) -> int:
     asked = next((f" {word}" for word in arguments if word in _COMMANDS), "")
     print(f"bufpool{asked}: {message}", file=sys.stderr)
     return code
+
+
+def _first_lines(text: str) -> str:
+    """A compiler's log keeps its lines, since nobody would read it in one; but what is wrong stands in the first ones."""
+    lines = text.rstrip().splitlines()
+    more = len(lines) - LOG_LINES
+    return "\n".join(lines if more <= 0 else [*lines[:LOG_LINES], f"... and {more} more line{'s' if more > 1 else ''}"])
 
 
 def _one_line(e: BaseException) -> str:

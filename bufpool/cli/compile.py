@@ -7,9 +7,18 @@ import json
 import re
 import sys
 
-from ..jit.compiler import Binary, cache_directory, compile_source, is_kept
+from ..jit.compiler import (
+    Binary,
+    cache_directory,
+    compile_source,
+    driver_version,
+    is_architecture,
+    is_kept,
+    nvrtc_version,
+)
 from ..ops.sparse_mla_sm90 import ARCH, VARIANTS
 from .table import bytes_text, print_table
+from .usage import UsageError
 
 __all__ = ["MAX_SHARED_BYTES", "add_arguments", "faults", "run_compile"]
 
@@ -36,12 +45,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_compile(args: argparse.Namespace) -> int:
     """Compile all variants anew, keep them in the cache, and print what each takes. Needs NVRTC, but no GPU.
 
+    Without a driver, here or in ``args``, it proves that the kernels compile; one line on stderr says that no machine with
+    a GPU will look for them.
+
     Returns:
         1 if a variant spills registers, takes more shared memory than a CTA may have, or could not be kept, else 0.
 
     Raises:
+        UsageError: a driver that could not load what this compiler makes.
         CompileError: a variant does not compile; the text ends with the compiler's log.
     """
+    _check_drivers(args.driver or [])
     drivers: list[int | None] = args.driver or [None]
     lost: list[str] = []
     for driver in drivers:
@@ -50,21 +64,25 @@ def run_compile(args: argparse.Namespace) -> int:
     found = [fault for binary in binaries for fault in faults(binary)]
     if lost:
         found.append(f"{', '.join(lost)}: expected to be kept in {_folder()} (BUFPOOL_CACHE_DIR), got no entry there")
+    versions = args.driver or list(filter(None, [driver_version()]))
     if args.json:
         print(json.dumps({"kernels": [_facts(binary) for binary in binaries]}))
     else:
         print_table(
-            f"compiled for {args.arch}" + ("" if lost else f", kept in {_folder()}"),
+            f"compiled for {args.arch}, for {_drivers_text(versions)}" + ("" if lost else f", kept in {_folder()}"),
             [(binary.source.name, _line(binary)) for binary in binaries],
         )
     for fault in found:
         print(f"bufpool compile: {fault}", file=sys.stderr)
+    if not versions and not lost:
+        hint = "no driver here, so no machine with a GPU will find these kernels; name its driver, such as --driver 13.0"
+        print(f"bufpool compile: {hint}", file=sys.stderr)
     return 1 if found else 0
 
 
 def _architecture(text: str) -> str:
     """An argument that names a real architecture. Whether the compiler knows that one, it says itself."""
-    if not re.fullmatch(r"sm_\d{2,3}[af]?", text):
+    if not is_architecture(text):
         raise argparse.ArgumentTypeError(f"expected a real architecture such as {ARCH}, got {text!r}")
     return text
 
@@ -75,6 +93,31 @@ def _driver_version(text: str) -> int:
     if not parts:
         raise argparse.ArgumentTypeError(f"expected the CUDA version of a driver such as 13.0, got {text!r}")
     return int(parts[1]) * 1000 + int(parts[2]) * 10
+
+
+def _check_drivers(drivers: list[int]) -> None:
+    """See that each driver loads what this compiler makes.
+
+    Source: NVIDIA, "CUDA Compatibility", Minor Version Compatibility. What a toolkit compiled runs on drivers of its own
+    major release, of whichever minor one, and on newer drivers.
+    """
+    nvrtc = nvrtc_version()
+    for driver in drivers:
+        if nvrtc is not None and driver // 1000 < nvrtc[0]:
+            raise UsageError(
+                f"--driver: expected {nvrtc[0]}.0 or newer, since a driver runs what a compiler of its own major version or"
+                f" an older one made, and NVRTC here is {nvrtc[0]}.{nvrtc[1]}, got {_version_text(driver)}"
+            )
+
+
+def _version_text(driver: int) -> str:
+    return f"{driver // 1000}.{driver % 1000 // 10}"
+
+
+def _drivers_text(drivers: list[int]) -> str:
+    if not drivers:
+        return "no driver"
+    return f"driver{'s' if len(drivers) > 1 else ''} {', '.join(map(_version_text, drivers))}"
 
 
 def faults(binary: Binary) -> list[str]:

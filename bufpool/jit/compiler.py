@@ -27,7 +27,17 @@ from pathlib import Path
 
 from ..errors import CompileError
 
-__all__ = ["Binary", "Source", "cache_directory", "compile_source", "is_kept", "source_directory"]
+__all__ = [
+    "Binary",
+    "Source",
+    "cache_directory",
+    "compile_source",
+    "driver_version",
+    "is_architecture",
+    "is_kept",
+    "nvrtc_version",
+    "source_directory",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +121,11 @@ def cache_directory(path: str | os.PathLike[str] | None = None) -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "bufpool"
 
 
+def is_architecture(name: str) -> bool:
+    """Whether a real architecture is named so, such as ``sm_90a``. Whether the compiler knows it, the compiler says."""
+    return re.fullmatch(r"sm_\d{2,3}[af]?", name) is not None
+
+
 def compile_source(
     source: Source,
     arch: str = "sm_90a",
@@ -133,7 +148,7 @@ def compile_source(
         CompileError: the compiler refused (the text ends with its log), the sources are missing, or cuda.core is not
             installed.
     """
-    if not re.fullmatch(r"sm_\d{2,3}[af]?", arch):
+    if not is_architecture(arch):
         raise CompileError(f"arch: expected a real architecture such as sm_90a, got {arch!r}")
     key = _key(source, arch, driver)
     if reuse:
@@ -249,7 +264,7 @@ def _versions(driver: int | None = None) -> dict[str, object]:
         "format": _ENTRY_MAGIC.decode(),
         "cuda.core": _package_version("cuda-core"),
         "nvrtc": _nvrtc_version(),
-        "driver": _driver_version() if driver is None else driver,
+        "driver": driver_version() if driver is None else driver,
     }
 
 
@@ -258,6 +273,12 @@ def _package_version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "none"
+
+
+def nvrtc_version() -> tuple[int, int] | None:
+    """Major and minor CUDA version of the compiler; None where there is none."""
+    major, minor, *_ = (*_nvrtc_version(), None)
+    return (major, minor) if isinstance(major, int) and isinstance(minor, int) else None
 
 
 def _nvrtc_version() -> list[object]:
@@ -274,7 +295,8 @@ def _nvrtc_version() -> list[object]:
         return [type(e).__name__]
 
 
-def _driver_version() -> int:
+def driver_version() -> int:
+    """CUDA version of this machine's driver, as ``cuDriverGetVersion`` counts (13000 is 13.0); 0 where there is none."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
