@@ -63,6 +63,10 @@ class Handout(abc.ABC):
     def is_live(self) -> bool:
         """Whether anything holds memory of the last outputs."""
 
+    def count_from(self, rows: int) -> None:
+        """Let the high-water mark start again from ``rows`` rows, if it is above: memory above them was given back."""
+        self.high_water_rows = min(self.high_water_rows, rows)
+
     @abc.abstractmethod
     def move(self, addresses: tuple[int, ...]) -> None:
         """Use other base addresses from now on. The last outputs must not live."""
@@ -160,7 +164,17 @@ def _name_word(capsule: Any, record: int) -> memoryview:
 class PostHandout(Handout):
     """New tensors from DLPack capsules; the deleter posts into the record (Note [Exact liveness])."""
 
-    __slots__ = ("_block", "_dims", "_others", "_outputs_type", "_places", "_records", "_row_places", "_states")
+    __slots__ = (
+        "_block",
+        "_dims",
+        "_dims_rows",
+        "_others",
+        "_outputs_type",
+        "_places",
+        "_records",
+        "_row_places",
+        "_states",
+    )
 
     kind = "post"
 
@@ -194,6 +208,7 @@ class PostHandout(Handout):
             row_places.append(at)
             at += 2 * ndim
         self._row_places = tuple(row_places)
+        self._dims_rows = -1  # rows that all shapes say now
         # Of each tensor: its capsule, the capsule's name, and where its state stands in states.
         places: list[tuple[Any, memoryview, int]] = []
         for i in range(count):
@@ -219,7 +234,7 @@ class PostHandout(Handout):
         if rows > former:
             self.rows = rows
         # An exception of a signal handler may come at every call and jump from here on: the claim is taken back, and no
-        # tensor stays in this frame, which the exception's traceback keeps.
+        # tensor stays in this frame, which the exception's traceback keeps. A handler may have kept one all the same.
         tensors: list[torch.Tensor] = []
         is_making = False
         try:
@@ -228,34 +243,44 @@ class PostHandout(Handout):
                     self.rows = former
                     states[0] = _IDLE
                     return None
-            is_making = True
-            if rows != former:
-                self.rows = rows
-                if rows > self.high_water_rows:
-                    self.high_water_rows = rows
-                dims = self._dims
-                for at in self._row_places:
-                    dims[at] = rows
-            for capsule, name, state in self._places:
-                states[state] = _LIVE
+            for _, name, _ in self._places:
                 name[0] = _NAME
+            is_making = True
+            self.rows = rows
+            if rows != self._dims_rows:
+                self._write_dims(rows)
+            for capsule, _, state in self._places:
+                states[state] = _LIVE
                 tensors.append(from_dlpack(capsule))
             return _new_tuple(self._outputs_type, tensors)
         except BaseException:
-            del tensors  # their ends are posted; what is still marked live was never made
+            del tensors
             self._take_back(former, is_making)
             raise
 
+    def _write_dims(self, rows: int) -> None:
+        self._dims_rows = -1  # an exception of a signal handler may leave them half written
+        if rows > self.high_water_rows:
+            self.high_water_rows = rows
+        dims = self._dims
+        for at in self._row_places:
+            dims[at] = rows
+        self._dims_rows = rows
+
     def _take_back(self, former: int, is_making: bool) -> None:
-        """After an exception: end the claim. ``former`` are the rows of the last outputs, if making had not begun."""
+        """After an exception: end the claim. ``former`` are the rows of the last outputs, if making had not begun.
+
+        A capsule that still has its name was not used up: its tensor was never made, and nothing will post its end. The
+        others have posted, or will when whoever took hold of the tensor lets it go.
+        """
         states = self._states
         if not is_making:
             self.rows = former
             states[0] = _IDLE
             return
-        self.rows = 0  # the dims may be half written
-        for _, _, state in self._places:
-            states[state] = _IDLE
+        for _, name, state in self._places:
+            if name[0] == _NAME:
+                states[state] = _IDLE
 
     def is_live(self) -> bool:
         states = self._states
@@ -263,6 +288,10 @@ class PostHandout(Handout):
             if states[state] == _LIVE:
                 return True
         return False
+
+    def count_from(self, rows: int) -> None:
+        super().count_from(rows)
+        self._dims_rows = -1  # the next take looks at the mark
 
     def move(self, addresses: tuple[int, ...]) -> None:
         for record, address in zip(self._records, addresses, strict=True):
@@ -304,21 +333,15 @@ class TripleHandout(PostHandout):
                 self.rows = former
                 states[0] = _IDLE
                 return None
+            name_0[0] = name_1[0] = name_2[0] = _NAME
             is_making = True
-            if rows != former:
-                self.rows = rows
-                if rows > self.high_water_rows:
-                    self.high_water_rows = rows
-                dims = self._dims
-                for at in self._row_places:
-                    dims[at] = rows
-            name_0[0] = _NAME
+            self.rows = rows
+            if rows != self._dims_rows:
+                self._write_dims(rows)
             first = from_dlpack(capsule_0)
             states[state_1] = _LIVE
-            name_1[0] = _NAME
             second = from_dlpack(capsule_1)
             states[state_2] = _LIVE
-            name_2[0] = _NAME
             third = from_dlpack(capsule_2)
             return _new_tuple(self._outputs_type, (first, second, third))
         except BaseException:
@@ -390,7 +413,8 @@ class OwnerHandout(Handout):
             if any(owner() is not None for owner in self._owners):
                 self.rows = former
                 return None
-            outputs, self._owners = self._make(rows)
+            former = rows  # of what is made from here on, whole or in part
+            outputs = self._make(rows)
             self.rows = rows
             self.high_water_rows = max(self.high_water_rows, rows)
             return outputs
@@ -400,20 +424,28 @@ class OwnerHandout(Handout):
         finally:
             self._is_taking = False
 
-    def _make(self, rows: int) -> tuple[Any, list[weakref.ref[Any]]]:
+    def _make(self, rows: int) -> Any:
+        """The outputs. Their owners are watched from the first on, for whoever takes hold of one before an exception."""
         spec = self._spec
         tensors: list[torch.Tensor] = []
-        owners: list[weakref.ref[Any]] = []
-        for address, shape, dtype, row_bytes in zip(
-            self._addresses, spec.row_shapes, spec.dtypes, spec.row_bytes, strict=True
-        ):
-            owner, storage = self._owner.storage(address, rows * row_bytes, self._device)
-            owners.append(weakref.ref(owner))
-            del owner
-            tensor = torch.empty(0, dtype=dtype, device=self._device)
-            tensors.append(tensor.set_(storage, 0, (rows, *shape)))  # type: ignore[call-overload]
-            del storage
-        return spec.outputs_type(*tensors), owners
+        self._owners = owners = []
+        owner = storage = None
+        try:
+            for address, shape, dtype, row_bytes in zip(
+                self._addresses, spec.row_shapes, spec.dtypes, spec.row_bytes, strict=True
+            ):
+                owner, storage = self._owner.storage(address, rows * row_bytes, self._device)
+                owners.append(weakref.ref(owner))
+                owner = None
+                tensor = torch.empty(0, dtype=dtype, device=self._device)
+                tensors.append(tensor.set_(storage, 0, (rows, *shape)))  # type: ignore[call-overload]
+                storage = None
+            return spec.outputs_type(*tensors)
+        except BaseException:
+            owner = storage = None  # this frame, which the exception's traceback keeps, holds nothing
+            tensor = None
+            tensors.clear()
+            raise
 
     def is_live(self) -> bool:
         return self._is_taking or any(owner() is not None for owner in self._owners)
