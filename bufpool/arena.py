@@ -15,12 +15,13 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
+from typing import Any
 
 import torch
 
 from . import host_memory
 from .driver import DeviceOutOfMemoryError, VirtualMemoryDriver
-from .errors import CaptureError, PoolLimitError
+from .errors import CaptureError, DriverError, PoolLimitError
 
 __all__ = [
     "ADDRESS_BUDGET",
@@ -129,7 +130,15 @@ class Arena(abc.ABC):
 
 
 class CudaArena(Arena):
-    """A reserved range of CUDA addresses with physical memory of one device mapped behind its start."""
+    """A reserved range of CUDA addresses with physical memory of one device mapped behind its start.
+
+    Note [Books and driver]
+        Rationale: a signal handler may raise when a driver call has just taken effect, before anything could be noted.
+        Approach: what is not sure to be mapped is not in the books. Before a call the extent behind the books is noted as
+        doubtful; when the call has returned, books and note change in assignments alone, which no handler comes between.
+        Whoever needs the place next takes a doubtful mapping away, whether it is there or not.
+        Limits: physical memory that was made by the very call that the handler interrupted is lost to the process.
+    """
 
     kind = "cuda"
 
@@ -139,29 +148,54 @@ class CudaArena(Arena):
         self.reserved_bytes = max(self.granule, round_down(reserve_bytes, self.granule))
         self.address = driver.address_reserve(self.reserved_bytes)
         self._extents: list[int] = []  # bytes of each mapping, in address order
+        self._doubtful_bytes = 0  # of an extent behind the books that may be mapped
 
     def grow(self, nbytes: int) -> None:
         extent = round_up(nbytes, self.granule) - self.mapped_bytes
         if extent <= 0:
             return
+        self._settle()
         driver, start = self._driver, self.address + self.mapped_bytes
         with contextlib.ExitStack() as undo:
             handle = driver.create(extent)
-            undo.callback(driver.release, handle)
+            undo.callback(self._drop, handle)
+            self._doubtful_bytes = extent
+            undo.callback(self._settle)
             driver.map(start, extent, handle)
-            undo.callback(driver.unmap, start, extent)
             driver.set_access(start, extent)
             driver.release(handle)
             undo.pop_all()
-        self._extents.append(extent)
+        self._extents = [*self._extents, extent]
         self.mapped_bytes += extent
+        self._doubtful_bytes = 0
 
     def shrink(self, nbytes: int) -> None:
+        self._settle()
         while self._extents and self.mapped_bytes - self._extents[-1] >= nbytes:
             extent = self._extents[-1]
-            self._driver.unmap(self.address + self.mapped_bytes - extent, extent)
-            self._extents.pop()
+            self._extents = self._extents[:-1]
             self.mapped_bytes -= extent
+            self._doubtful_bytes = extent
+            try:
+                self._driver.unmap(self.address + self.mapped_bytes, extent)
+            except DriverError:  # it is still there
+                self._extents = [*self._extents, extent]
+                self.mapped_bytes += extent
+                self._doubtful_bytes = 0
+                raise
+            self._doubtful_bytes = 0
+
+    def _settle(self) -> None:
+        """Take a doubtful mapping away; the driver's complaint that there is none says nothing new."""
+        if self._doubtful_bytes:
+            with contextlib.suppress(DriverError):
+                self._driver.unmap(self.address + self.mapped_bytes, self._doubtful_bytes)
+            self._doubtful_bytes = 0
+
+    def _drop(self, handle: Any) -> None:
+        """Drop the handle of a growth that failed, unless it is dropped already."""
+        with contextlib.suppress(DriverError):
+            self._driver.release(handle)
 
     def release(self) -> None:
         self.shrink(0)

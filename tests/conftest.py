@@ -125,12 +125,21 @@ class FakeDriver:
         self.calls = []
         self.fail_at = None
         self.failure = DriverError("injected failure")
+        self.interrupt_at = None
         self._next_handle = 1
 
     def _enter(self, name, nbytes=0):
         self.calls.append(name)
         if self.fail_at is not None and len(self.calls) == self.fail_at:
             raise self.failure
+
+    def _leave(self):
+        if self.interrupt_at is not None and len(self.calls) == self.interrupt_at:
+            raise KeyboardInterrupt
+
+    def interrupt_after(self, calls):
+        """Let the ``calls``-th call from now on take effect and then raise KeyboardInterrupt, as a signal handler does."""
+        self.interrupt_at = len(self.calls) + calls
 
     def fail_after(self, calls, failure=None):
         """Fail at the ``calls``-th call from now on."""
@@ -168,6 +177,7 @@ class FakeDriver:
         if address is None:
             raise DeviceOutOfMemoryError(f"no address space for {nbytes} bytes", nbytes)
         self.reservations[address] = nbytes
+        self._leave()
         return address
 
     def address_free(self, address, nbytes):
@@ -176,6 +186,7 @@ class FakeDriver:
         assert not any(address <= a < address + nbytes for a in self.mappings), "something is mapped in the range"
         host_memory.release(address, nbytes)
         del self.reservations[address]
+        self._leave()
 
     def create(self, nbytes):
         self._enter("create")
@@ -185,6 +196,7 @@ class FakeDriver:
             raise DeviceOutOfMemoryError(f"no memory for {nbytes} bytes", nbytes)
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self.handles[handle] = nbytes
+        self._leave()
         return handle
 
     def map(self, address, nbytes, handle):
@@ -193,22 +205,30 @@ class FakeDriver:
         assert any(a <= address and address + nbytes <= a + n for a, n in self.reservations.items()), "not reserved"
         assert not any(a < address + nbytes and address < a + n for a, (n, _) in self.mappings.items()), "mapped already"
         self.mappings[address] = (nbytes, handle)
+        self._leave()
 
     def set_access(self, address, nbytes):
         self._enter("set_access")
         assert self.mappings[address][0] == nbytes
         self.accessible.add(address)
+        self._leave()
 
     def unmap(self, address, nbytes):
         self._enter("unmap")
+        if address not in self.mappings:
+            raise DriverError("nothing is mapped there")
         assert self.mappings[address][0] == nbytes, "a mapping is unmapped whole"
         del self.mappings[address]
         self.accessible.discard(address)
         host_memory.give_back(address, nbytes)  # what was there is gone
+        self._leave()
 
     def release(self, handle):
         self._enter("release")
+        if handle not in self.handles:
+            raise DriverError("no such handle")
         del self.handles[handle]
+        self._leave()
 
 
 @pytest.fixture

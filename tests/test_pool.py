@@ -1013,6 +1013,76 @@ def test_a_wake_that_fails_at_any_call_leaves_the_pool_asleep(make_pool, fake_cu
     assert sorted(map(addresses, held)) == sorted(base)
 
 
+def interrupt(driver, number, call):
+    """Let a signal handler raise when the ``number``-th driver call of ``call`` has taken effect."""
+    driver.interrupt_after(number)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    interrupted = driver.calls[driver.interrupt_at - 1]
+    driver.interrupt_at = None
+    if interrupted == "create":
+        driver.handles.clear()  # this one is lost, as limits.md says
+
+
+@pytest.mark.parametrize("number", range(1, 9))
+def test_a_growth_that_is_interrupted_after_any_call_can_be_made_again(make_pool, fake_cuda, spec, number):
+    pool, driver = make_pool(), fake_cuda.drivers[0]
+    like = fake_cuda.like(0)
+    held = pool.acquire(spec, 10, like)
+    fill(held, 5)
+    pool.acquire(spec, 10, like)
+    interrupt(driver, number, lambda: pool.acquire(spec, 5000, like))
+    assert not driver.handles
+    assert holds(held, 5)
+    assert all(fake_cuda.is_usable(tensor) for tensor in pool.acquire(spec, 10, like))
+    outputs = pool.acquire(spec, 5000, like)
+    assert all(fake_cuda.is_usable(tensor) for tensor in outputs)
+    fill(outputs, 3)
+    assert holds(held, 5)
+    assert pool.stats().mapped_bytes == driver.mapped_bytes
+
+
+@pytest.mark.parametrize("number", range(1, 5))
+@pytest.mark.parametrize("call", ["trim", "sleep"])
+def test_what_is_interrupted_while_it_unmaps_hands_out_mapped_memory_afterwards(
+    make_pool, fake_cuda, spec, granule_spec, call, number
+):
+    pool, driver = make_pool(), fake_cuda.drivers[0]
+    like = fake_cuda.like(0)
+    for one in (spec, granule_spec):
+        pool.acquire(one, 3, like)
+        pool.acquire(one, 300, like)
+    interrupt(driver, number, getattr(pool, call))
+    assert not pool.stats().asleep
+    assert not driver.handles
+    for rows in (3, 300, 600):
+        for one in (spec, granule_spec):
+            outputs = pool.acquire(one, rows, like)
+            assert all(fake_cuda.is_usable(tensor) for tensor in outputs)
+            fill(outputs, 3)
+            del outputs
+    assert pool.stats().mapped_bytes == driver.mapped_bytes
+
+
+@pytest.mark.parametrize("number", range(1, 17))
+def test_a_wake_that_is_interrupted_after_any_call_can_be_made_again(make_pool, fake_cuda, spec, granule_spec, number):
+    pool, driver = make_pool(), fake_cuda.drivers[0]
+    like = fake_cuda.like(0)
+    held = [pool.acquire(one, 10, like) for one in (spec, granule_spec, granule_spec)]
+    base = [addresses(outputs) for outputs in held]
+    held.clear()
+    mapped = driver.mapped_bytes
+    pool.sleep()
+    interrupt(driver, number, pool.wake)
+    assert pool.stats().asleep
+    assert not driver.handles
+    pool.wake()
+    assert pool.stats().mapped_bytes == driver.mapped_bytes == mapped
+    held = [pool.acquire(one, 10, like) for one in (spec, granule_spec, granule_spec)]
+    assert sorted(map(addresses, held)) == sorted(base)
+    assert all(fake_cuda.is_usable(tensor) for outputs in held for tensor in outputs)
+
+
 def test_a_full_device_makes_room_in_the_cache_of_torch_and_then_in_idle_slots(
     make_pool, fake_cuda, granule_spec, other_granule_spec
 ):
