@@ -66,23 +66,11 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
     return is_complete != 0;
 }
 
-// The same question without suspending. [mbarrier.test_wait]
-__device__ __forceinline__ bool mbarrier_test_wait(u32 barrier, u32 parity) {
-    u32 is_complete;
-    asm volatile(
-        "{\n.reg .pred p;\n"
-        "mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}\n"
-        : "=r"(is_complete)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return is_complete != 0;
-}
-
 // ------------------------------------------------------------------------------------------------------------- proxies
 
-// Order this thread's earlier writes to shared memory (st, stmatrix, completed cp.async) before later reads by wgmma.
-// [fence.proxy.async] By each writing thread, before the barrier that hands the data over.
+// Order earlier writes to shared memory (st, stmatrix, completed cp.async) before later reads by wgmma: this thread's own
+// writes and those that it acquired at a barrier. [fence.proxy.async] By the writing thread before the barrier that hands
+// the data over (P), or by the reading one behind it (K, Q): invariant 4 of sparse_mla_prefill.cu.
 __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }

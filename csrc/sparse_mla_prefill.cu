@@ -23,7 +23,8 @@
 //   accumulators    fragments, rescale .... | PV(m - 1) ......................  fragments, rescale | PV(m)
 //
 // The tensor cores take turns: P of m is released only when QK of m + 1 is nearly done, so PV(m) runs beside softmax(m + 1)
-// and does not delay the scores that everything waits for.
+// and does not delay the scores that everything waits for. The picture has four key stages; with the fifth of d_qk 512
+// the gather runs one block further ahead.
 //
 // Invariants
 //   1. The scorer alone owns maximum and reference; P(m), the factors of m and O^T after PV(m) are in the same frame.
@@ -566,7 +567,7 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
             share_maxima(maxima_log2);
             maxima_log2[0] *= scale_log2;
             maxima_log2[1] *= scale_log2;
-            wait(shared.p_empty[slot], phase ^ 1);  // long so, since the loader had to wait for K of the same PV
+            wait(shared.p_empty[slot], phase ^ 1);  // PV(m - 2). Seldom waits: K of m needed a stage that pair had left
             raise_references(shared, rows, maxima_log2, slot, warp, lane);
 #pragma unroll
             for (int half = 0; half < 2; ++half)
