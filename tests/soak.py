@@ -903,6 +903,8 @@ class Worker:
             spec, rows, seed = self.draw_spec(), self.draw_rows(), self.draw_seed()
             with self.world.device.on(stream):
                 outputs = self.acquire(pool, spec, rows, seed)
+            if outputs is None:
+                continue
             self.hold(self.held_of(outputs, spec, Seeded(seed), None, stream, self.rng.choice(("all", "view"))))
             del outputs
         if self.world.device.has_graphs and self.rng.random() < 0.3:

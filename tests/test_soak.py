@@ -26,6 +26,21 @@ class Faulty(OutputPool):
         return outputs
 """
 
+# Pools with two slots a lane: the one with a limit, and those that are closed or collected with results.
+REACHES_A_LIMIT = """
+import random
+from bufpool.errors import PoolLimitError
+class Faulty(OutputPool):
+    def __init__(self, *args, max_slots=8, **options):
+        super().__init__(*args, max_slots=max_slots, **options)
+        self.chance = 0.5 if max_slots == 2 else 0
+    def acquire(self, spec, rows, like):
+        outputs = super().acquire(spec, rows, like)
+        if random.random() < self.chance:
+            raise PoolLimitError("limit: reached", need=2, have=1, limit=2)
+        return outputs
+"""
+
 
 @pytest.fixture
 def run_soak(run_script):
@@ -66,6 +81,13 @@ def assert_nothing_was_found(code, figures, least_operations):
 @pytest.mark.slow
 def test_a_short_soak_on_the_host_finds_nothing(run_soak):
     assert_nothing_was_found(*run_soak("--seconds", 5), least_operations=500)
+
+
+def test_a_limit_that_is_reached_is_no_fault(run_soak):
+    code, figures = run_soak("--seconds", 3, faulty=REACHES_A_LIMIT)
+    assert (code, figures["failures"]) == (0, [])
+    assert figures["operations"]["close_with_results"] > 0
+    assert figures["refusals"]["acquire: PoolLimitError"] > 0
 
 
 def test_memory_handed_out_while_it_is_held_is_found_within_seconds(run_soak):
