@@ -239,6 +239,9 @@ class HostArena(Arena):
             self.mapped_bytes = self.reserved_bytes = 0
 
 
+_MOST_BYTES = 2**62  # what torch takes as a size, with room to spare
+
+
 class TorchArena(Arena):
     """Memory from torch's own allocator, for devices without virtual memory. It moves when it grows.
 
@@ -268,6 +271,8 @@ class TorchArena(Arena):
                 )
             if self._memory is not None:
                 self._memory.record_stream(stream)
+        if wanted > _MOST_BYTES:
+            raise DeviceOutOfMemoryError(f"{self._device}: torch.empty of {wanted} bytes", wanted)
         try:
             memory = torch.empty(wanted + BASE_ALIGNMENT, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:

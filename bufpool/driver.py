@@ -264,7 +264,7 @@ def is_capturing(stream: int) -> bool:
 
 
 _STREAMS_PER_POOL = 32
-_PRIORITIES = (0, -1)
+_PRIORITIES = (0, -1, -2, -3)  # torch makes no others; where a device has fewer, it gives the nearest
 _torch_streams: dict[int, tuple[int, ...]] = {}
 
 

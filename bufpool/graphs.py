@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from . import driver
 from .allocator import FreshAllocator, Like, home_device
 from .errors import BufpoolError, CaptureError, DeviceMismatchError, OutputMismatchError
 from .pool import OutputPool, default_pool
@@ -209,7 +210,7 @@ class GraphRunner:
         """Run ``fn`` on the inputs, by a replay where a bucket is large enough.
 
         Args:
-            fresh: copy the results into buffers of the pool that are the caller's own. Otherwise they are valid until
+            fresh: copy the results into slots of the pool that are the caller's own. Otherwise they are valid until
                 the next call of this runner (and of all others with its ``name``).
             **inputs: all inputs by name, ``[rows, *row_shape]``, any strides, on one device. They are copied: they may be
                 changed right after.
@@ -222,7 +223,7 @@ class GraphRunner:
             TypeError: an input is missing, unknown, or not a tensor.
             OutputMismatchError: the wrong dtype or shape, or not as many rows as the first input.
             DeviceMismatchError: on another device than the first input, or than the runner's calls before.
-            CaptureError: the current stream captures.
+            CaptureError: the current stream captures, or by now the stream of the runner's last call.
             BufpoolError: the runner is closed, calls itself, or its pool sleeps.
         """
         if is_tracing():  # the compiler owns memory, and sees fn itself
@@ -359,6 +360,10 @@ class GraphRunner:
         if self._stream is None or self._stream.cuda_stream != handle:
             current = torch.cuda.current_stream(self._home)
             if self._stream is not None:
+                if _captures(self._stream):
+                    raise CaptureError(
+                        "runner: expected no graph capture on the stream of its last call, got one under way"
+                    )
                 current.wait_stream(self._stream)
             for static in self._static.values():
                 static.record_stream(current)  # memory of torch: after close() it is reused only behind this stream's work
@@ -396,7 +401,7 @@ class GraphRunner:
             }
             for name, number in self._pad.items():
                 static[name].fill_(number)
-            memory = _memory_handle()
+            memory, stream = _memory_handle(), _capture_stream(device)
             buckets: list[_Bucket] = []
             for rows in reversed(self._sizes):
                 start = time.perf_counter()
@@ -407,7 +412,7 @@ class GraphRunner:
 
                 scope = contextlib.nullcontext() if self._name is None else self._pool.shared_capture(self._name)
                 with scope:
-                    graph, result = _capture(body, device, self._pool, self._warmups, memory)
+                    graph, result = _capture(body, device, self._pool, self._warmups, memory, stream)
                 layout = _layout(result, rows, device)
                 # Dropped before the next capture (Note [Results of a replay]).
                 del result
@@ -534,18 +539,27 @@ def _is_capturing(device: torch.device) -> bool:
         return is_current_stream_capturing()
 
 
+def _captures(stream: Any) -> bool:
+    """Whether a stream captures, from whatever thread: to wait for it would break the capture, or join it."""
+    return stream.cuda_stream != 0 and driver.is_available() and driver.is_capturing(stream.cuda_stream)
+
+
 def _memory_handle() -> Any:
     """What the graphs of one runner share for memory that ``fn`` takes from torch."""
     return torch.cuda.graph_pool_handle()
 
 
+def _capture_stream(device: torch.device) -> Any:
+    """One stream for all captures of a runner: torch has only 32 of a priority, which others use too."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 def _capture(
-    body: Callable[[Any], Any], device: torch.device, pool: OutputPool, warmups: int, memory: Any
+    body: Callable[[Any], Any], device: torch.device, pool: OutputPool, warmups: int, memory: Any, stream: Any
 ) -> tuple[Any, Any]:
-    """A graph of ``body(pool)`` and what it returned, after ``warmups`` runs on memory of torch."""
+    """A graph of ``body(pool)`` and what it returned, after ``warmups`` runs on memory of torch; both on ``stream``."""
     with torch.cuda.device(device):
         former = torch.cuda.current_stream(device)
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(former)
         with torch.cuda.stream(stream):
             for _ in range(warmups):

@@ -113,6 +113,7 @@ class OutputPool:
         self._captures: dict[tuple[Any, ...], Lane] = {}
         self._shared = _SharedCaptures()
         self._free: list[Slot] = []
+        self._served: set[torch.device] = set()  # devices of which the log says what serves
         self._slots: list[Slot] = []  # all of them; the finalizer owns this list too
         self._former = _Counts()
         self._peak_bytes = 0
@@ -216,9 +217,9 @@ class OutputPool:
         if self._busy and self._is_owned():
             return self._reentered(place, rows, like)
         outputs = self._with_memory("acquire", place, serve)
-        return self._spilled(place, rows, like) if outputs is None else outputs
+        return self._spilled(place, rows, like, self._lanes.get(place.key)) if outputs is None else outputs
 
-    def _spilled(self, place: _Place, rows: int, like: Like) -> Any:
+    def _spilled(self, place: _Place, rows: int, like: Like, lane: Lane | None) -> Any:
         try:
             with normal_mode(False):
                 outputs = _fresh.acquire(place.spec, rows, like)
@@ -226,9 +227,10 @@ class OutputPool:
                     self._debug.fill_spilled(outputs)
         except BaseException:
             with self._lock:  # no call was served
-                self._former.acquires -= 1
-                self._former.misses -= 1
-                self._former.spills -= 1
+                counts = self._former if lane is None or self._lanes.get(place.key) is not lane else lane
+                counts.acquires -= 1
+                counts.misses -= 1
+                counts.spills -= 1
             raise
         return outputs
 
@@ -239,7 +241,7 @@ class OutputPool:
         self._former.acquires += 1
         self._former.misses += 1
         self._former.spills += 1
-        return self._spilled(place, rows, like)
+        return self._spilled(place, rows, like, None)
 
     def _serve(self, place: _Place, rows: int, site: str | None, notes: list[_Note]) -> Any:
         """Outputs from a slot of the lane; None for a spill. Under the lock. Commits last."""
@@ -259,7 +261,7 @@ class OutputPool:
             slot = self._free_slot(place, room)
         is_from_free = is_new_slot and slot is not None
         if slot is None:
-            slot = self._new_slot(place, room)
+            slot = self._new_slot(place, room, notes)
         is_growing = room > slot.capacity
         try:
             if slot.readers:
@@ -336,11 +338,13 @@ class OutputPool:
             raise TypeError(f"spec: expected an OutputSpec, got {spec!r}")
         rows = row_count(rows)
         device = _device_of(like) if isinstance(like, (str, torch.device)) else home_device(like)
-        if rows == 0 or device.type == "meta":
+        if device.type == "meta" or (not isinstance(like, (str, torch.device)) and has_no_memory(like)) or tracing_mode():
+            return
+        self._check_usable(device)
+        if rows == 0:
             return
         if self._debug is not None:
             rows += self._debug.guard_rows
-        self._check_usable(device)
         place = _Place(spec, device, self._shared)
 
         def serve(notes: list[_Note]) -> bool:
@@ -356,7 +360,7 @@ class OutputPool:
                 slot = self._free_slot(place, rows)
             is_new = slot is None
             if slot is None:
-                slot = self._new_slot(place, rows)
+                slot = self._new_slot(place, rows, notes)
             try:
                 is_growing = rows > slot.capacity
                 if is_growing:
@@ -490,7 +494,7 @@ class OutputPool:
                 _emit(notes)
         raise AssertionError("unreachable")
 
-    def _new_slot(self, place: _Place, rows: int) -> Slot:
+    def _new_slot(self, place: _Place, rows: int, notes: list[_Note]) -> Slot:
         kind = self._arena_kind(place.device)
         try:
             slot = Slot(place.spec, place.device, kind, rows)
@@ -500,7 +504,20 @@ class OutputPool:
                 raise
             slot = Slot(place.spec, place.device, kind, rows)
         self._slots.append(slot)
+        if place.device not in self._served:
+            self._served.add(place.device)
+            notes.append(self._what_serves(place.device, kind))
         return slot
+
+    def _what_serves(self, device: torch.device, kind: str) -> _Note:
+        if kind != "torch" or self._arena == "torch":
+            return logging.INFO, f"{device}: arenas of kind {kind!r} serve"
+        reason = "no virtual memory of bufpool's own on such devices"
+        if device.type == "cuda":
+            reason = driver.unavailable_reason() or "the device has no virtual memory management"
+        elif device.type == "cpu":
+            reason = "no lazily committed memory on this system"
+        return logging.WARNING, f"{device}: arenas of kind 'torch' serve, which move when they grow: {reason}"
 
     def _free_slot(self, place: _Place, rows: int) -> Slot | None:
         """The free slot of the same spec and device that fits best; it stays in the list."""
@@ -1176,7 +1193,7 @@ def _device_of(like: str | torch.device) -> torch.device:
 def _call_site() -> str:
     """``file:line in function`` of the first caller outside this package."""
     frame = sys._getframe(1)
-    package = os.path.dirname(__file__)
+    package = os.path.dirname(__file__) + os.sep
     while frame.f_back is not None and frame.f_code.co_filename.startswith(package):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -66,7 +66,11 @@ class OutputSpec:
     outputs_type: type[Any]
     key: int
 
-    def __init__(self, /, **tensors: tuple[tuple[int, ...], torch.dtype]) -> None:
+    def __init__(self, /, *unnamed: Any, **tensors: tuple[tuple[int, ...], torch.dtype]) -> None:
+        if unnamed:
+            raise TypeError(
+                f"OutputSpec: expected every tensor as name=(row_shape, dtype), got {unnamed[0]!r} without a name"
+            )
         if not tensors:
             raise ValueError("OutputSpec: expected at least one name=(row_shape, dtype), got none")
         names: list[str] = []
@@ -157,8 +161,18 @@ _outputs_types: dict[tuple[str, ...], type[Any]] = {}
 def _outputs_type(names: tuple[str, ...]) -> type[Any]:
     made = _outputs_types.get(names)
     if made is None:
-        made = _outputs_types.setdefault(names, namedtuple("Outputs", names, module=__name__))  # noqa: PYI024
+        made = _outputs_types.setdefault(names, _picklable(namedtuple("Outputs", names, module=__name__), names))  # noqa: PYI024
     return made
+
+
+def _picklable(outputs_type: Any, names: tuple[str, ...]) -> type[Any]:
+    """The named tuple, which another process makes anew from its names: a type by this module's name is none."""
+    outputs_type.__reduce__ = lambda self: (_restore_outputs, (names, tuple(self)))
+    return outputs_type  # type: ignore[no-any-return]
+
+
+def _restore_outputs(names: tuple[str, ...], tensors: tuple[Any, ...]) -> Any:
+    return _outputs_type(names)._make(tensors)
 
 
 def _row_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -162,4 +162,6 @@ def _lane_name(lane: LaneStats) -> str:
 
 
 def _size(nbytes: int) -> str:
+    if nbytes >= 2**33:
+        return f"{nbytes / 2**30:.2f} GiB"
     return f"{nbytes / 2**20:.2f} MiB" if nbytes >= 2**20 else f"{nbytes / 2**10:.1f} KiB"

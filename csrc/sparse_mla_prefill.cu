@@ -209,7 +209,8 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Item& 
         const u32 to = opaque(stage + ((lane.wide_offset + i * 4 * layout::WIDE_COLUMNS) ^ (i & 1 ? ODD_ROWS_FLIP : 0)));
 #pragma unroll
         for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
-            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, heads_behind, policy);
+            ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, heads_behind,
+                             policy);
     }
     if constexpr (Stage::HAS_TAIL) {
 #pragma unroll 1
@@ -248,8 +249,7 @@ __device__ __forceinline__ void gather_keys(const Params& params, int token, con
     const u32 flip = (destination ^ ODD_ROWS_FLIP) - destination;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const u8* source =
-            params.kv + lane.wide_column + static_cast<u64>(static_cast<u32>(rows[i])) * params.kv_row_bytes;
+        const u8* source = params.kv + lane.wide_column + static_cast<u64>(static_cast<u32>(rows[i])) * params.kv_row_bytes;
         const u32 to = destination + (i & 1 ? flip : 0) + i * 4 * layout::WIDE_COLUMNS;
 #pragma unroll
         for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
@@ -623,8 +623,8 @@ __device__ __forceinline__ void rescale(const SharedPlan<D_QK>& shared, float (&
 // Issue the load of the V^T fragment of PV step u of a pair; `values` is the lane's address of m-tile 0 in the first stage,
 // the second one is `step` bytes on.
 __device__ __forceinline__ void load_values(u32 (&raw)[4], u32 values, u32 step, int u) {
-    ptx::ldmatrix_x4_trans(raw, (values ^ (u % M_TILES * 16)) + u % PV_STEPS / M_TILES * 32 * layout::WIDE_COLUMNS +
-                                    u / PV_STEPS * step);
+    ptx::ldmatrix_x4_trans(
+        raw, (values ^ (u % M_TILES * 16)) + u % PV_STEPS / M_TILES * 32 * layout::WIDE_COLUMNS + u / PV_STEPS * step);
 }
 
 // Separate the two columns of each 16-bit piece.
@@ -670,7 +670,8 @@ __device__ __forceinline__ void store_output(const Params& params, u8 (&staging)
 // O^T += V^T P^T of a pair. `fragment` holds the first steps' V^T, `raw` the next one's; the second block's stage is `step`
 // bytes behind the first one's. Lets each stage go as soon as the last of its V^T is in registers.
 __device__ __forceinline__ void multiply_values(float (&output)[M_TILES][32], u32 (&fragment)[FRAGMENTS][4], u32 (&raw)[4],
-                                                u32 values, u32 step, u64 p, const u64& first_empty, const u64& second_empty) {
+                                                u32 values, u32 step, u64 p, const u64& first_empty,
+                                                const u64& second_empty) {
 #pragma unroll
     for (int u = 0; u < 2 * PV_STEPS; ++u) {
         if (u >= FRAGMENTS) {

@@ -10,6 +10,7 @@ import gc
 import logging
 import threading
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from bufpool import (
     OutputMismatchError,
     OutputPool,
     OutputSpec,
+    driver,
     graphs,
 )
 from bufpool.graphs import GraphRunner
@@ -80,7 +82,7 @@ def on_host(monkeypatch):
     captured = []
     places = {}
 
-    def capture(body, device, pool, warmups, memory):
+    def capture(body, device, pool, warmups, memory, stream):
         for _ in range(warmups):
             body(FreshAllocator())
         result = body(pool)
@@ -92,6 +94,7 @@ def on_host(monkeypatch):
     monkeypatch.setattr(graphs, "_can_capture", lambda device: True)
     monkeypatch.setattr(graphs, "_is_capturing", lambda device: False)
     monkeypatch.setattr(graphs, "_memory_handle", lambda: None)
+    monkeypatch.setattr(graphs, "_capture_stream", lambda device: None)
     monkeypatch.setattr(graphs, "_capture", capture)
     monkeypatch.setattr(graphs, "_over", lambda place, device, keeper: places[place.address])
     yield captured
@@ -103,6 +106,20 @@ def on_host(monkeypatch):
 def runner(pool, on_host):
     with GraphRunner(scale, INPUTS, BUCKETS, pool=pool, pad={"factor": -1}) as made:
         yield made
+
+
+def test_a_call_after_one_on_a_stream_that_captures_is_refused(runner, monkeypatch):
+    runner(**inputs_of(3))
+    before = runner.stats()
+    monkeypatch.setattr(runner, "_home", types.SimpleNamespace(type="cuda", index=0))
+    monkeypatch.setattr(runner, "_stream", types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(graphs, "raw_stream", lambda index: 9)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=9))
+    monkeypatch.setattr(driver, "is_available", lambda: True)
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: stream == 7)
+    with pytest.raises(CaptureError, match="no graph capture on the stream of its last call"):
+        runner._order()
+    assert runner.stats() == before
 
 
 # Which bucket serves
@@ -304,7 +321,7 @@ def test_a_runner_made_in_inference_mode_serves_outside(pool, on_host):
     ],
 )
 def test_what_fn_returns_is_checked(pool, on_host, monkeypatch, returned, error, text):
-    def capture(body, device, pool, warmups, memory):
+    def capture(body, device, pool, warmups, memory, stream):
         return None, body(pool)
 
     monkeypatch.setattr(graphs, "_capture", capture)

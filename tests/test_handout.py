@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 
-from bufpool import OutputSpec, handout
+from bufpool import FreshAllocator, OutputSpec, handout
 from bufpool.handout import OwnerHandout, PostHandout, TripleHandout
 
 pytestmark = pytest.mark.usefixtures("each_handout")
@@ -595,6 +595,24 @@ def test_what_somebody_took_out_of_a_broken_call_is_not_handed_out_again(pool, s
     del taken
     assert pool.stats().live_slots == 0
     assert_as_new(pool.acquire(spec, 12, q), spec, 12)
+
+
+def test_outputs_can_be_pickled_saved_and_copied(pool, spec, q):
+    outputs = pool.acquire(spec, 3, q)
+    fill(outputs, 5)
+    file = io.BytesIO()
+    torch.save(outputs, file)
+    file.seek(0)
+    for again in (
+        pickle.loads(pickle.dumps(outputs)),
+        copy.deepcopy(outputs),
+        torch.load(file, weights_only=False),
+        pickle.loads(pickle.dumps(FreshAllocator().acquire(spec, 3, q)._make(outputs))),
+    ):
+        assert type(again) is type(outputs)
+        assert again._fields == spec.names
+        assert all(torch.equal(one, other) for one, other in zip(again, outputs, strict=True))
+        assert not set(addresses(again)) & set(addresses(outputs))
 
 
 def test_needed_bytes_count_again_after_a_trim(pool, spec, q):

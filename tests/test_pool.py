@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import pickle
 import weakref
 
@@ -929,9 +930,73 @@ def test_growth_is_logged_with_device_bytes_and_rows(pool, page_spec, q, caplog)
         pool.acquire(page_spec, 3, q)
         pool.acquire(page_spec, 5, q)
     texts = [record.getMessage() for record in caplog.records]
-    assert [record.levelno for record in caplog.records] == [logging.INFO] * 2
-    assert texts[0].startswith(f"cpu: mapped {3 * PAGE} bytes more for 3 rows of (page)")
-    assert texts[1].startswith(f"cpu: mapped {2 * PAGE} bytes more for 5 rows of (page)")
+    assert [record.levelno for record in caplog.records] == [logging.INFO] * 3
+    assert texts[0] == "cpu: arenas of kind 'host' serve"
+    assert texts[1].startswith(f"cpu: mapped {3 * PAGE} bytes more for 3 rows of (page)")
+    assert texts[2].startswith(f"cpu: mapped {2 * PAGE} bytes more for 5 rows of (page)")
+
+
+def test_memory_that_moves_is_said_once_where_nobody_asked_for_it(make_pool, spec, q, caplog, monkeypatch):
+    monkeypatch.setattr(host_memory, "is_available", lambda: False)
+    pool = make_pool()
+    for rows in (3, 300):
+        pool.acquire(spec, rows, q)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warnings == [
+        "cpu: arenas of kind 'torch' serve, which move when they grow: no lazily committed memory on this system"
+    ]
+    caplog.clear()
+    make_pool(arena="torch").acquire(spec, 3, q)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_spill_that_torch_has_no_memory_for_is_not_counted_anywhere(make_pool, spec, q, monkeypatch):
+    pool = make_pool(max_slots=1)
+    held = pool.acquire(spec, 3, q)
+    spilled = pool.acquire(spec, 3, q)
+    before = pool.stats()
+
+    def fails(*args, **options):
+        raise MemoryError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FreshAllocator, "acquire", fails)
+        with pytest.raises(MemoryError, match="injected"):
+            pool.acquire(spec, 3, q)
+    assert pool.stats() == before
+    del held, spilled
+
+
+def test_rows_beyond_what_torch_can_count_are_a_limit_error(make_pool, spec, q):
+    pool = make_pool(arena="torch")
+    for rows in (2**62, 2**70):
+        with pytest.raises(PoolLimitError):
+            pool.acquire(spec, rows, q)
+    assert pool.stats().mapped_bytes == 0
+
+
+def test_reserve_refuses_a_closed_pool_for_no_rows_too(make_pool, spec, q):
+    pool = make_pool()
+    pool.close()
+    with pytest.raises(BufpoolError, match="closed"):
+        pool.reserve(spec, 0, q)
+
+
+def test_reserve_for_a_fake_tensor_maps_nothing(pool, spec, q):
+    with FakeTensorMode() as mode:
+        pool.reserve(spec, 100, q)
+        fake = mode.from_tensor(torch.zeros(3))
+    pool.reserve(spec, 100, fake)
+    assert pool.stats().slots == 0
+
+
+def test_a_site_in_a_package_whose_name_begins_like_ours_is_not_ours(make_pool, spec, q, tmp_path):
+    pool = make_pool(trace=True)
+    file = os.path.join(os.path.dirname(bufpool.__file__) + "_kernels", "wrapper.py")
+    names = {"pool": pool, "spec": spec, "q": q}
+    exec(compile("held = pool.acquire(spec, 3, q)", file, "exec"), names)
+    (holder,) = pool.stats().lanes[0].holders
+    assert holder.startswith(f"{file}:1 in ")
 
 
 # The rules of CUDA, by a driver out of host memory

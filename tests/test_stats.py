@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from bufpool import OutputSpec, host_memory
+from bufpool import OutputSpec, host_memory, stats
 
 PAGE = host_memory.PAGE_BYTES
 
@@ -164,6 +164,12 @@ def test_the_report_is_a_table_of_the_numbers(make_pool, spec, q):
     assert "reserved address space" in rest
     assert "asleep" not in rest
     del held
+
+
+def test_sizes_read_well():
+    assert [stats._size(nbytes) for nbytes in (0, 4096, 2**20, 2**33 - 1, 2**33)] == [
+        "0.0 KiB", "4.0 KiB", "1.00 MiB", "8192.00 MiB", "8.00 GiB"
+    ]  # fmt: skip
 
 
 def test_the_report_says_that_a_pool_sleeps(pool, spec, q):
