@@ -420,7 +420,7 @@ def test_logging_happens_outside_the_lock(make_pool, spec, q):
     finally:
         logger.removeHandler(handler)
         logger.setLevel(former)
-    assert len(seen) == 2 * 5
+    assert len(seen) == 2 * 6
     assert not any(alive for alive in seen[1::2])
 
 
