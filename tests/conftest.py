@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def _quick_collections():
-    """Many tests run the collector; it need not walk through all of torch each time."""
+    """Many tests run the collector; it need not walk each time through all of torch and what modules before brought in."""
     gc.collect()
     gc.freeze()
     yield
