@@ -198,22 +198,14 @@ def print_figures(figures: dict[str, dict[str, float]], judged: Sequence[dict[st
 
 @pytest.mark.parametrize("contender", CONTENDERS)
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_acquire(benchmark, device, name, contender):
+def test_acquire(time_contender, device, name, contender):
     rows = ROWS.get(device.type, 4096)
     workload = next(each for each in make_workloads(rows) if each.name == name)
     with OutputPool() as pool:
         case = acquire_case(workload, device, pool)
         if contender not in case.loops:
             pytest.skip(f"{contender}: not comparable when results are held or lanes take turns")
-        parts = iter(case.warm + case.timed)
-        benchmark.group = f"{name}, {device}, {BATCH_CALLS} calls a round"
-        benchmark.extra_info["calls_per_round"] = BATCH_CALLS
-        benchmark.pedantic(
-            case.loops[contender],
-            setup=lambda: ((next(parts),), {}),
-            rounds=len(case.timed),
-            warmup_rounds=len(case.warm),
-        )
+        time_contender(case, name, contender)
         del case
 
 

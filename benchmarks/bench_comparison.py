@@ -471,24 +471,14 @@ def cells(figures: Figures, needed: int) -> list[str]:
 
 @pytest.mark.parametrize("contender", CONTENDERS)
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_acquire(benchmark, device, name, contender):
+def test_acquire(time_contender, device, name, contender):
     each = CONTENDERS[contender]
     reason = missing(each.module, each.needs_cuda, device)
     if reason:
         pytest.skip(f"{contender}: {reason}")
     (workload,) = (each for each in workloads_of(ROWS.get(device.type, 4096), ROUNDS) if each.name == name)
     setting = Setting.of(workload, HEADS, device)
-    case = make_case(setting, {contender: each.loop(each.make(), setting)})
-    parts = iter(case.warm + case.timed)
-    benchmark.group = f"{name}, {device}, {BATCH_CALLS} calls a round"
-    benchmark.extra_info["calls_per_round"] = BATCH_CALLS
-    benchmark.pedantic(
-        case.loops[contender],
-        setup=lambda: ((next(parts),), {}),
-        rounds=len(case.timed),
-        warmup_rounds=len(case.warm),
-    )
-    del case
+    time_contender(make_case(setting, {contender: each.loop(each.make(), setting)}), name, contender)
 
 
 if __name__ == "__main__":

@@ -154,13 +154,13 @@ class CudaArena(Arena):
         extent = round_up(nbytes, self.granule) - self.mapped_bytes
         if extent <= 0:
             return
-        self._settle()
+        self._unmap_doubtful()
         driver, start = self._driver, self.address + self.mapped_bytes
         with contextlib.ExitStack() as undo:
             handle = driver.create(extent)
-            undo.callback(self._drop, handle)
+            undo.callback(self._release_handle, handle)
             self._doubtful_bytes = extent
-            undo.callback(self._settle)
+            undo.callback(self._unmap_doubtful)
             driver.map(start, extent, handle)
             driver.set_access(start, extent)
             driver.release(handle)
@@ -170,7 +170,7 @@ class CudaArena(Arena):
         self._doubtful_bytes = 0
 
     def shrink(self, nbytes: int) -> None:
-        self._settle()
+        self._unmap_doubtful()
         while self._extents and self.mapped_bytes - self._extents[-1] >= nbytes:
             extent = self._extents[-1]
             self._extents = self._extents[:-1]
@@ -185,14 +185,14 @@ class CudaArena(Arena):
                 raise
             self._doubtful_bytes = 0
 
-    def _settle(self) -> None:
+    def _unmap_doubtful(self) -> None:
         """Take a doubtful mapping away; the driver's complaint that there is none says nothing new."""
         if self._doubtful_bytes:
             with contextlib.suppress(DriverError):
                 self._driver.unmap(self.address + self.mapped_bytes, self._doubtful_bytes)
             self._doubtful_bytes = 0
 
-    def _drop(self, handle: Any) -> None:
+    def _release_handle(self, handle: Any) -> None:
         """Drop the handle of a growth that failed, unless it is dropped already."""
         with contextlib.suppress(DriverError):
             self._driver.release(handle)

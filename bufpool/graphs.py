@@ -360,7 +360,7 @@ class GraphRunner:
         if self._stream is None or self._stream.cuda_stream != handle:
             current = torch.cuda.current_stream(self._home)
             if self._stream is not None:
-                if _captures(self._stream):
+                if _is_stream_capturing(self._stream):
                     raise CaptureError(
                         "runner: expected no graph capture on the stream of its last call, got one under way"
                     )
@@ -539,7 +539,7 @@ def _is_capturing(device: torch.device) -> bool:
         return is_current_stream_capturing()
 
 
-def _captures(stream: Any) -> bool:
+def _is_stream_capturing(stream: Any) -> bool:
     """Whether a stream captures, from whatever thread: to wait for it would break the capture, or join it."""
     return stream.cuda_stream != 0 and driver.is_available() and driver.is_capturing(stream.cuda_stream)
 

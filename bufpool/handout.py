@@ -63,8 +63,8 @@ class Handout(abc.ABC):
     def is_live(self) -> bool:
         """Whether anything holds memory of the last outputs."""
 
-    def count_from(self, rows: int) -> None:
-        """Let the high-water mark start again from ``rows`` rows, if it is above: memory above them was given back."""
+    def lower_high_water(self, rows: int) -> None:
+        """Memory above ``rows`` rows was given back: the high-water mark is no higher."""
         self.high_water_rows = min(self.high_water_rows, rows)
 
     @abc.abstractmethod
@@ -243,13 +243,13 @@ class PostHandout(Handout):
                     self.rows = former
                     states[0] = _IDLE
                     return None
-            for _, name, _ in self._places:
-                name[0] = _NAME
+            self._places[0][1][0] = _NAME  # the first is marked live already; the others get name and mark together
             is_making = True
             self.rows = rows
             if rows != self._dims_rows:
                 self._write_dims(rows)
-            for capsule, _, state in self._places:
+            for capsule, name, state in self._places:
+                name[0] = _NAME
                 states[state] = _LIVE
                 tensors.append(from_dlpack(capsule))
             return _new_tuple(self._outputs_type, tensors)
@@ -271,7 +271,7 @@ class PostHandout(Handout):
         """After an exception: end the claim. ``former`` are the rows of the last outputs, if making had not begun.
 
         A capsule that still has its name was not used up: its tensor was never made, and nothing will post its end. The
-        others have posted, or will when whoever took hold of the tensor lets it go.
+        others are idle, or will post when whoever took hold of their tensor lets it go.
         """
         states = self._states
         if not is_making:
@@ -289,8 +289,8 @@ class PostHandout(Handout):
                 return True
         return False
 
-    def count_from(self, rows: int) -> None:
-        super().count_from(rows)
+    def lower_high_water(self, rows: int) -> None:
+        super().lower_high_water(rows)
         self._dims_rows = -1  # the next take looks at the mark
 
     def move(self, addresses: tuple[int, ...]) -> None:
@@ -308,7 +308,7 @@ class PostHandout(Handout):
 
 
 class TripleHandout(PostHandout):
-    """Three tensors, as attention kernels write: ``take`` without its loops, which is a seventh of its time."""
+    """Three tensors, as attention kernels write: ``take`` without its loops, which saves a tenth of a hit."""
 
     __slots__ = ("_triple",)
 
@@ -409,17 +409,19 @@ class OwnerHandout(Handout):
         former = self.rows
         if rows > former:
             self.rows = rows
+        is_making = False
         try:
             if any(owner() is not None for owner in self._owners):
                 self.rows = former
                 return None
-            former = rows  # of what is made from here on, whole or in part
-            outputs = self._make(rows)
+            is_making = True
             self.rows = rows
+            outputs = self._make(rows)
             self.high_water_rows = max(self.high_water_rows, rows)
             return outputs
         except BaseException:
-            self.rows = former
+            if not is_making:
+                self.rows = former
             raise
         finally:
             self._is_taking = False

@@ -217,31 +217,26 @@ class OutputPool:
         if self._busy and self._is_owned():
             return self._reentered(place, rows, like)
         outputs = self._with_memory("acquire", place, serve)
-        return self._spilled(place, rows, like, self._lanes.get(place.key)) if outputs is None else outputs
+        return self._spilled(place, rows, like) if outputs is None else outputs
 
-    def _spilled(self, place: _Place, rows: int, like: Like, lane: Lane | None) -> Any:
-        try:
-            with normal_mode(False):
-                outputs = _fresh.acquire(place.spec, rows, like)
-                if self._debug is not None:
-                    self._debug.fill_spilled(outputs)
-        except BaseException:
-            with self._lock:  # no call was served
-                counts = self._former if lane is None or self._lanes.get(place.key) is not lane else lane
-                counts.acquires -= 1
-                counts.misses -= 1
-                counts.spills -= 1
-            raise
+    def _spilled(self, place: _Place, rows: int, like: Like) -> Any:
+        """Outputs from ``torch.empty``, counted when they are there."""
+        with normal_mode(False):
+            outputs = _fresh.acquire(place.spec, rows, like)
+            if self._debug is not None:
+                self._debug.fill_spilled(outputs)
+        with self._lock:
+            counts = self._lanes.get(place.key, self._former)
+            counts.acquires += 1
+            counts.misses += 1
+            counts.spills += 1
         return outputs
 
     def _reentered(self, place: _Place, rows: int, like: Like) -> Any:
         """Serve a call that a finalizer made inside another call of the same thread (Note [One acquire at a time])."""
         if place.capture is not None:
             raise CaptureError("acquire: expected no call from a finalizer inside a capture, got one")
-        self._former.acquires += 1
-        self._former.misses += 1
-        self._former.spills += 1
-        return self._spilled(place, rows, like, None)
+        return self._spilled(place, rows, like)
 
     def _serve(self, place: _Place, rows: int, site: str | None, notes: list[_Note]) -> Any:
         """Outputs from a slot of the lane; None for a spill. Under the lock. Commits last."""
@@ -255,7 +250,7 @@ class OutputPool:
         slot = lane.idle_slot(room, place.can_wait_for)
         is_new_slot = slot is None
         if slot is None and place.capture is None and len(lane.slots) >= self._max_slots:
-            self._spill(lane, place, notes)
+            self._warn_of_spills(lane, place, notes)
             return None
         if slot is None:
             slot = self._free_slot(place, room)
@@ -303,10 +298,7 @@ class OutputPool:
             self._debug.fill(slot, is_capture=place.capture is not None)
         return outputs
 
-    def _spill(self, lane: Lane, place: _Place, notes: list[_Note]) -> None:
-        lane.acquires += 1
-        lane.misses += 1
-        lane.spills += 1
+    def _warn_of_spills(self, lane: Lane, place: _Place, notes: list[_Note]) -> None:
         if not lane.was_warned:
             lane.was_warned = True
             notes.append(
@@ -337,8 +329,13 @@ class OutputPool:
         if not isinstance(spec, OutputSpec):
             raise TypeError(f"spec: expected an OutputSpec, got {spec!r}")
         rows = row_count(rows)
-        device = _device_of(like) if isinstance(like, (str, torch.device)) else home_device(like)
-        if device.type == "meta" or (not isinstance(like, (str, torch.device)) and has_no_memory(like)) or tracing_mode():
+        if isinstance(like, (str, torch.device)):
+            device = _device_of(like)
+            is_without_memory = device.type == "meta"
+        else:
+            device = home_device(like)
+            is_without_memory = has_no_memory(like)
+        if is_without_memory or tracing_mode():
             return
         self._check_usable(device)
         if rows == 0:

@@ -250,7 +250,7 @@ class Slot:
         try:
             for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True):
                 arena.shrink(rows * row_bytes)
-            self.handout.count_from(rows)
+            self.handout.lower_high_water(rows)
         finally:
             self._settle()
         return former - self.mapped_bytes

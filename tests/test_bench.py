@@ -530,14 +530,10 @@ def test_bench_keeps_stdout_to_one_object():
     assert set(json.loads(done.stdout)["workloads"]) == {"constant", "ramp", "trace", "held-4"}
 
 
-@pytest.mark.parametrize(("script", "keys"), [
-    ("bench_acquire.py", {"device", "device_name", "torch", "heads", "rows", "acquire_us", "thresholds"}),
-    ("bench_growth.py", {"device", "torch", "growth", "ramp", "trace", "thresholds"}),
-])  # fmt: skip
-def test_benchmarks_keep_their_plain_entry(script, keys, trace):
-    options = ("--rounds", "2") if script == "bench_acquire.py" else ()
-    done = subprocess.run(
-        [sys.executable, "-W", "error", f"benchmarks/{script}", "--json", "--trace", trace, *options],
+def run_python(*arguments):
+    """Python in the root of the tree, with bufpool of this tree."""
+    return subprocess.run(
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -545,6 +541,15 @@ def test_benchmarks_keep_their_plain_entry(script, keys, trace):
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
+
+
+@pytest.mark.parametrize(("script", "keys"), [
+    ("bench_acquire.py", {"device", "device_name", "torch", "heads", "rows", "acquire_us", "thresholds"}),
+    ("bench_growth.py", {"device", "torch", "growth", "ramp", "trace", "thresholds"}),
+])  # fmt: skip
+def test_benchmarks_keep_their_plain_entry(script, keys, trace):
+    options = ("--rounds", "2") if script == "bench_acquire.py" else ()
+    done = run_python("-W", "error", f"benchmarks/{script}", "--json", "--trace", trace, *options)
     assert done.returncode in (0, 1), done.stderr  # a busy machine may miss a threshold
     figures = json.loads(done.stdout)
     assert set(figures) == keys
@@ -582,26 +587,7 @@ def test_a_benchmark_without_its_device_is_one_line_and_exit_code_2(run_script):
 @no_cuda
 @pytest.mark.parametrize(("name", "code"), [("cuda", 0), ("cuda:7", 0), ("abacus", 4)])
 def test_benchmarks_under_pytest_skip_without_cuda_and_refuse_what_is_no_device(name, code):
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-rs",
-        "benchmarks/bench_growth.py",
-        "--device",
-        name,
-    ]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    done = run_python("-m", "pytest", "-p", "no:cacheprovider", "-rs", "benchmarks/bench_growth.py", "--device", name)
     assert done.returncode == code, done.stdout + done.stderr
     assert f"--device: expected cpu (torch sees no CUDA device here), got {name!r}" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr

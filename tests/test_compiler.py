@@ -130,7 +130,7 @@ def test_each_part_of_the_key_counts(sources, compiles, tmp_path, monkeypatch, c
     elif change == "arch":
         arch = "sm_100a"
     elif change == "nvrtc":
-        monkeypatch.setattr(compiler, "_nvrtc_version", lambda: [99, 0, 1])
+        monkeypatch.setattr(compiler, "nvrtc_version", lambda: (99, 0, 1))
     elif change == "driver":
         monkeypatch.setattr(compiler, "driver_version", lambda: 99000)
     else:
@@ -217,10 +217,9 @@ def test_an_architecture_is_known_by_its_name(arch):
     assert compiler.is_architecture(arch)
 
 
-@pytest.mark.parametrize(("found", "version"), [([13, 0, 109338064], (13, 0)), (["ImportError"], None)])
-def test_the_version_of_the_compiler_is_told(found, version, monkeypatch):
-    monkeypatch.setattr(compiler, "_nvrtc_version", lambda: found)
-    assert compiler.nvrtc_version() == version
+def test_the_version_of_the_compiler_is_none_where_there_is_none(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cuda.pathfinder", None)
+    assert compiler.nvrtc_version() is None
 
 
 def test_without_cuda_core_the_error_says_what_to_install(sources, tmp_path, monkeypatch):

@@ -1057,13 +1057,17 @@ def test_a_growth_that_fails_at_any_call_leaves_held_results_and_the_pool_alone(
     assert all(fake_cuda.is_usable(tensor) for tensor in outputs)
 
 
+def base_of_all(pool, specs, like):
+    """Addresses of a result of each spec, all of them held at once and dropped; in order of address."""
+    held = [pool.acquire(one, 10, like) for one in specs]
+    return sorted(map(addresses, held))
+
+
 @pytest.mark.parametrize("failing", range(1, 17))
 def test_a_wake_that_fails_at_any_call_leaves_the_pool_asleep(make_pool, fake_cuda, spec, granule_spec, failing):
     pool, driver = make_pool(), fake_cuda.drivers[0]
-    like = fake_cuda.like(0)
-    held = [pool.acquire(one, 10, like) for one in (spec, granule_spec, granule_spec)]
-    base = [addresses(outputs) for outputs in held]
-    held.clear()
+    specs, like = (spec, granule_spec, granule_spec), fake_cuda.like(0)
+    base = base_of_all(pool, specs, like)
     mapped = driver.mapped_bytes
     pool.sleep()
     driver.fail_after(failing)
@@ -1074,8 +1078,7 @@ def test_a_wake_that_fails_at_any_call_leaves_the_pool_asleep(make_pool, fake_cu
     assert pool.stats().asleep
     pool.wake()
     assert driver.mapped_bytes == mapped
-    held = [pool.acquire(one, 10, like) for one in (spec, granule_spec, granule_spec)]
-    assert sorted(map(addresses, held)) == sorted(base)
+    assert base_of_all(pool, specs, like) == base
 
 
 def interrupt(driver, number, call):
@@ -1132,10 +1135,8 @@ def test_what_is_interrupted_while_it_unmaps_hands_out_mapped_memory_afterwards(
 @pytest.mark.parametrize("number", range(1, 17))
 def test_a_wake_that_is_interrupted_after_any_call_can_be_made_again(make_pool, fake_cuda, spec, granule_spec, number):
     pool, driver = make_pool(), fake_cuda.drivers[0]
-    like = fake_cuda.like(0)
-    held = [pool.acquire(one, 10, like) for one in (spec, granule_spec, granule_spec)]
-    base = [addresses(outputs) for outputs in held]
-    held.clear()
+    specs, like = (spec, granule_spec, granule_spec), fake_cuda.like(0)
+    base = base_of_all(pool, specs, like)
     mapped = driver.mapped_bytes
     pool.sleep()
     interrupt(driver, number, pool.wake)
@@ -1143,9 +1144,8 @@ def test_a_wake_that_is_interrupted_after_any_call_can_be_made_again(make_pool, 
     assert not driver.handles
     pool.wake()
     assert pool.stats().mapped_bytes == driver.mapped_bytes == mapped
-    held = [pool.acquire(one, 10, like) for one in (spec, granule_spec, granule_spec)]
-    assert sorted(map(addresses, held)) == sorted(base)
-    assert all(fake_cuda.is_usable(tensor) for outputs in held for tensor in outputs)
+    assert base_of_all(pool, specs, like) == base
+    assert all(fake_cuda.is_usable(tensor) for one in specs for tensor in pool.acquire(one, 10, like))
 
 
 def test_a_full_device_makes_room_in_the_cache_of_torch_and_then_in_idle_slots(

@@ -20,12 +20,11 @@ _LAUNCHES = 4  # timed in a row; one goes before them, so that the first timed o
 _LEAST_ROUNDS = 3
 _MOST_ROUNDS = 1000
 _L2_TIMES = 3  # what replaces what in L2 is not documented: pass it by this factor
-_UNKNOWN_L2_BYTES = 64 * 2**20
 
 
 def input_sets(set_bytes: int, device: torch.device) -> int:
     """How many sets of inputs, of ``set_bytes`` each, take turns so that each is out of L2 when its turn comes."""
-    l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", _UNKNOWN_L2_BYTES)
+    l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
     return 1 + max(-(-_L2_TIMES * l2_bytes // set_bytes), 1)
 
 
@@ -40,11 +39,11 @@ def time_launches(launches: Mapping[str, Launch], device: torch.device, seconds:
     ms: dict[str, list[float]] = {name: [] for name in launches}
     names = list(launches)
     launched = dict.fromkeys(names, 0)
-    order = random.Random(0)
+    source = random.Random(0)
     with torch.cuda.device(device):
         events = [torch.cuda.Event(enable_timing=True) for _ in range(_LAUNCHES + 1)]  # type: ignore[no-untyped-call]
         for number in range(_MOST_ROUNDS):
-            for name in order.sample(names, len(names)):
+            for name in source.sample(names, len(names)):
                 launch = launches[name]
                 place = launched[name]
                 launched[name] += _LAUNCHES + 1

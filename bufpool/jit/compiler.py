@@ -263,7 +263,7 @@ def _versions(driver: int | None = None) -> dict[str, object]:
     return {
         "format": _ENTRY_MAGIC.decode(),
         "cuda.core": _package_version("cuda-core"),
-        "nvrtc": _nvrtc_version(),
+        "nvrtc": nvrtc_version(),
         "driver": driver_version() if driver is None else driver,
     }
 
@@ -275,24 +275,20 @@ def _package_version(name: str) -> str:
         return "none"
 
 
-def nvrtc_version() -> tuple[int, int] | None:
-    """Major and minor CUDA version of the compiler; None where there is none."""
-    major, minor, *_ = (*_nvrtc_version(), None)
-    return (major, minor) if isinstance(major, int) and isinstance(minor, int) else None
+def nvrtc_version() -> tuple[int, int, int] | None:
+    """Major and minor CUDA version of the compiler, and size of its library: patch releases share the version.
 
-
-def _nvrtc_version() -> list[object]:
-    """Major and minor version, and size of the library: patch releases share the version."""
+    None where there is no compiler. An entry can still be read there where somebody else's key had none either.
+    """
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
 
         path = load_nvidia_dynamic_lib("nvrtc").abs_path
         major, minor = ctypes.c_int(), ctypes.c_int()
         ctypes.CDLL(path).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        return [major.value, minor.value, os.path.getsize(path)]
-    except (ImportError, OSError, RuntimeError) as e:
-        # Without NVRTC an entry can still be read where somebody else's key had none either.
-        return [type(e).__name__]
+        return major.value, minor.value, os.path.getsize(path)
+    except (ImportError, OSError, RuntimeError):
+        return None
 
 
 def driver_version() -> int:

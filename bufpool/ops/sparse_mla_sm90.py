@@ -32,7 +32,6 @@ MAX_PLANS = 256
 
 _STAGES = {512: 5, 576: 4}
 _SLOTS = 2
-_UNKNOWN_L2_BYTES = 60 * 2**20  # of an H200
 
 
 def _shared_bytes(d_qk: int) -> int:
@@ -238,5 +237,5 @@ class _Plan:
             topk,
             self.sms // self.head_groups,
             self.sms % self.head_groups * HEADS,
-            _prefetches_keys(d_qk, s_kv * d_qk, getattr(properties, "L2_cache_size", _UNKNOWN_L2_BYTES)),
+            _prefetches_keys(d_qk, s_kv * d_qk, properties.L2_cache_size),
         )
