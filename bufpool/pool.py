@@ -681,27 +681,18 @@ class OutputPool:
                         return 0
                     self._refuse_capture("trim")
                     self._collect(False)
+                    kept = self._kept_by_trim()
+                    unused = self._unused_since_trim()
+                    # A result that another thread drops from here on counts as held: its work may not be done.
+                    for device in {slot.device for slot in [*kept, *(slot for lane in unused for slot in lane.slots)]}:
+                        _synchronize(device)
                     freed = 0
-                    synchronized: set[torch.device] = set()
-                    for slot in list(self._slots):
-                        if not self._is_ours(slot) or slot.is_pinned():
-                            continue
-                        kept = slot.rows if slot.is_live() else 0
-                        if slot.bytes_for(0) == 0 or (kept and kept == slot.capacity):
-                            continue
-                        if slot.device not in synchronized:
-                            _synchronize(slot.device)
-                            synchronized.add(slot.device)
-                        freed += slot.shrink(kept)
-                        if not kept:
+                    for slot, rows in kept.items():
+                        freed += slot.shrink(rows)
+                        if not rows:
                             slot.readers = []
                     for key, lane in list(self._lanes.items()):
-                        if lane.acquires == lane.acquires_at_trim and not any(
-                            slot.is_live() or slot.is_pinned() for slot in lane.slots
-                        ):
-                            if lane.key.device not in synchronized:
-                                _synchronize(lane.key.device)
-                                synchronized.add(lane.key.device)
+                        if lane in unused:
                             self._forget(self._lanes, key)  # first: a child forked in between must not find the slots
                             for slot in lane.slots:
                                 self._discard(slot)
@@ -712,6 +703,21 @@ class OutputPool:
                     self._busy = False
         finally:
             _emit(notes)
+
+    def _kept_by_trim(self) -> dict[Slot, int]:
+        """The slots that may hold too much memory, and how many rows each must keep."""
+        kept = {
+            slot: slot.rows if slot.is_live() else 0 for slot in self._slots if self._is_ours(slot) and not slot.is_pinned()
+        }
+        return {slot: rows for slot, rows in kept.items() if slot.bytes_for(0) and not (rows and rows == slot.capacity)}
+
+    def _unused_since_trim(self) -> list[Lane]:
+        """Lanes that nobody used since the last trim, nor holds a result of."""
+        return [
+            lane
+            for lane in self._lanes.values()
+            if lane.acquires == lane.acquires_at_trim and not any(slot.is_live() or slot.is_pinned() for slot in lane.slots)
+        ]
 
     def sleep(self) -> None:
         """Give all physical memory back and keep the addresses; ``acquire`` raises until ``wake()``.

@@ -659,6 +659,25 @@ def test_a_lane_in_use_by_hits_alone_survives_trims(pool, spec, q):
             assert addresses(pool.acquire(spec, 3, q)) == base
 
 
+@pytest.mark.parametrize("is_second", [False, True])
+def test_trim_keeps_what_is_dropped_after_it_waited_for_the_device(make_pool, fake_cuda, spec, monkeypatch, is_second):
+    pool = make_pool()
+    other_spec = OutputSpec(other=((64,), torch.float32))
+    held = {spec: pool.acquire(spec, 3, fake_cuda.like(0)), other_spec: pool.acquire(other_spec, 3, fake_cuda.like(0))}
+    if is_second:
+        pool.trim()
+    pool.acquire(OutputSpec(idle=((64,), torch.float32)), 3, fake_cuda.like(0))
+    mapped = [slot.mapped_bytes for slot in pool._slots]
+
+    def wait_and_meanwhile(device):
+        held.clear()  # by another thread, with work on the memory
+
+    monkeypatch.setattr(pool_module, "_synchronize", wait_and_meanwhile)
+    assert pool.trim() == mapped[2]
+    assert not any(slot.is_live() for slot in pool._slots)
+    assert [slot.mapped_bytes for slot in pool._slots] == [*mapped[:2], 0]
+
+
 def test_trim_never_drops_a_lane_that_somebody_holds(pool, spec, q):
     held = pool.acquire(spec, 3, q)
     fill(held, 5)
