@@ -33,7 +33,8 @@ static_assert(GROUP_THREADS * (SCORER_REGISTERS + ACCUMULATORS * ACCUMULATOR_REG
 constexpr u32 ARRIVING_LANES = BUFPOOL_ARRIVING_LANES;
 constexpr u32 GROUP_ARRIVALS = GROUP_WARPS * ARRIVING_LANES;
 
-constexpr int SLOTS = 2;  // pairs of blocks between the scorer's P and the accumulators' last read of it
+constexpr int STAGES = 5;  // blocks between the loader's gather and the accumulators' last read: as many as fit
+constexpr int SLOTS = 2;   // pairs of blocks between the scorer's P and the accumulators' last read of it
 
 // k-steps of Q that the scorer keeps in registers: as many as fit beside the scores of a pair; it reads the others from
 // shared memory for every block.
@@ -42,8 +43,8 @@ constexpr int Q_REGISTER_STEPS = 11;
 // The d_qk whose loader has registers and time to ask for rows in L2 before it copies them.
 constexpr int PREFETCHED_D_QK = 512;
 
-// The epilogue of an accumulator warp goes through shared memory, eight heads of its 64 columns at a time.
-constexpr int STAGED_HEADS = 8;
+// The epilogue of an accumulator warp goes through shared memory, four heads of its 64 columns at a time.
+constexpr int STAGED_HEADS = 4;
 constexpr int STAGED_ROW_BYTES = 64 * 2;
 
 // P = 2^(s - reference). The reference trails the running maximum: it is raised to (maximum - HEADROOM_LOG2) only when
@@ -80,11 +81,12 @@ constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 template <int D_QK>
 struct alignas(1024) SharedPlan {
     static constexpr int STAGE_BYTES = layout::Stage<D_QK>::BYTES;
-    // Blocks between the loader's gather and the accumulators' last read: as many as fit.
-    static constexpr int STAGES = D_QK == 512 ? 5 : 4;
+    // The first wide tiles of Q, which the scorer reads from memory into its registers: where shared memory is short.
+    static constexpr int DIRECT_TILES = D_QK == 512 ? 0 : 2;
+    static constexpr int DIRECT_BYTES = DIRECT_TILES * layout::WIDE_TILE_BYTES;
 
     u8 keys[STAGES][STAGE_BYTES];
-    u8 queries[STAGE_BYTES];
+    u8 queries[STAGE_BYTES - DIRECT_BYTES];  // a stage without its first tiles
     u8 p[SLOTS][2][HEADS * BLOCK_TOKENS];
     u8 staging[ACCUMULATORS * GROUP_WARPS][2][STAGED_HEADS][STAGED_ROW_BYTES];
     float factor[SLOTS][HEADS];      // 2^(old reference - new reference)

@@ -13,7 +13,7 @@
 //
 // | role        | warpgroups | registers | work                                                                       |
 // |-------------|------------|-----------|----------------------------------------------------------------------------|
-// | loader      | 3          | 40        | gather 64 rows of kv into a key stage; once an item, its Q                 |
+// | loader      | 3          | 40        | gather 64 rows of kv into a key stage; once an item, its Q, or most of it  |
 // | scorer      | 0          | 136       | S = Q K^T of a pair, Q mostly in registers; maximum, factors;              |
 // |             |            |           | P = 2^(s - reference)                                                      |
 // | accumulator | 1, 2       | 168       | O^T[256 of d_v, 64 heads] += V^T P^T of a pair, V^T out of its stages; out |
@@ -23,8 +23,8 @@
 //   accumulators    fragments, rescale .... | PV(m - 1) ......................  fragments, rescale | PV(m)
 //
 // The tensor cores take turns: P of m is released only when QK of m + 1 is nearly done, so PV(m) runs beside softmax(m + 1)
-// and does not delay the scores that everything waits for. The picture has four key stages; with the fifth of d_qk 512
-// the gather runs one block further ahead.
+// and does not delay the scores that everything waits for. The gather runs half a pair further ahead than the picture
+// shows: there are five key stages.
 //
 // Invariants
 //   1. The scorer alone owns maximum and reference; P(m), the factors of m and O^T after PV(m) are in the same frame.
@@ -93,6 +93,12 @@ struct Item {
 
     // Go to the CTA's next item: gridDim.x items on.
     __device__ __forceinline__ void advance(const Params& params) {
+        move(params);
+        read_length(params);
+    }
+
+    // The same, without its length.
+    __device__ __forceinline__ void move(const Params& params) {
         index += gridDim.x;
         query += params.queries_per_turn;
         first_head += params.heads_per_turn;
@@ -100,7 +106,6 @@ struct Item {
             first_head -= params.head_groups * HEADS;
             ++query;
         }
-        read_length(params);
     }
 
     __device__ __forceinline__ void read_length(const Params& params) {
@@ -129,30 +134,22 @@ struct Ring {
 };
 
 // The stages of a pair's two blocks.
-template <u32 STAGES>
 struct PairStages {
     Ring<STAGES> first;
     Ring<STAGES> second;
 
-    // Those of the pair in `slot`; `stage` is the next one of all pairs, where two pairs do not fill the ring.
-    __device__ __forceinline__ static PairStages next(Ring<STAGES>& stage, const Ring<SLOTS>& slot) {
-        if constexpr (STAGES == 2 * SLOTS) {
-            return {{2 * slot.at, slot.phase}, {2 * slot.at + 1, slot.phase}};
-        } else {
-            PairStages pair;
-            pair.first = stage;
-            stage.advance();
-            pair.second = stage;
-            stage.advance();
-            return pair;
-        }
+    // Those of the next pair; `stage` is the next one of all.
+    __device__ __forceinline__ static PairStages next(Ring<STAGES>& stage) {
+        PairStages pair;
+        pair.first = stage;
+        stage.advance();
+        pair.second = stage;
+        stage.advance();
+        return pair;
     }
 
     // How many stages the second block is behind the first; below 0 where the ring begins anew in between.
-    __device__ __forceinline__ int distance() const {
-        if constexpr (STAGES == 2 * SLOTS) return 1;
-        return second.at != 0 ? 1 : 1 - static_cast<int>(STAGES);
-    }
+    __device__ __forceinline__ int distance() const { return second.at != 0 ? 1 : 1 - STAGES; }
 };
 
 // -------------------------------------------------------------------------------------------------------------- loader
@@ -195,7 +192,13 @@ __device__ __forceinline__ void prefetch_queries(const Params& params, const Ite
     }
 }
 
-// Copy the item's 64 heads of q into the query stage; heads beyond h_q become zeros.
+// Where the query stage would begin if it had its first DIRECT_TILES.
+template <int D_QK>
+__device__ __forceinline__ u32 query_stage(const SharedPlan<D_QK>& shared) {
+    return shared_address(shared.queries) - SharedPlan<D_QK>::DIRECT_BYTES;
+}
+
+// Copy the item's 64 heads of q into the query stage, but for its first DIRECT_TILES; heads beyond h_q become zeros.
 template <int D_QK>
 __device__ __forceinline__ void fetch_queries(const Params& params, const Item& item, u32 warp, const CopyLane& lane,
                                               u32 stage) {
@@ -208,7 +211,7 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Item& 
         const u8* source = query + min(head, params.h_q - 1) * params.q_head_bytes + lane.wide_column;
         const u32 to = opaque(stage + ((lane.wide_offset + i * 4 * layout::WIDE_COLUMNS) ^ (i & 1 ? ODD_ROWS_FLIP : 0)));
 #pragma unroll
-        for (int tile = 0; tile < Stage::WIDE_TILES; ++tile)
+        for (int tile = SharedPlan<D_QK>::DIRECT_TILES; tile < Stage::WIDE_TILES; ++tile)
             ptx::cp_async_16(to + tile * layout::WIDE_TILE_BYTES, source + tile * layout::WIDE_COLUMNS, heads_behind,
                              policy);
     }
@@ -277,7 +280,6 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
     const u64 policy = ptx::createpolicy_evict_last();
     u32 destination = opaque(shared_address(shared.keys) + copy.wide_offset);
 
-    constexpr int STAGES = SharedPlan<D_QK>::STAGES;
     Ring<STAGES> stage;
     Item item(params);
     const int my_place = 16 * warp + lane % 16;
@@ -289,7 +291,7 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
         // Fetch Q of a new item, once the scorer is done with the last one.
         if (is_new) {
             wait(shared.query_empty, query_phase ^ 1);
-            fetch_queries<D_QK>(params, item, warp, copy, shared_address(shared.queries));
+            fetch_queries<D_QK>(params, item, warp, copy, query_stage(shared));
             ptx::cp_async_mbarrier_arrive(shared_address(&shared.query_full));
             query_phase ^= 1;
         }
@@ -329,11 +331,36 @@ __device__ __forceinline__ void loader(const Params& params, SharedPlan<D_QK>& s
 
 // -------------------------------------------------------------------------------------------------------------- scorer
 
-// Load Q's first k-steps as wgmma's operand A: the warp's 16 heads.
+// The k-steps of Q that come from memory.
+template <int D_QK>
+constexpr int DIRECT_STEPS = SharedPlan<D_QK>::DIRECT_BYTES / (64 * layout::K_STEP_BYTES);
+
+// Read the first k-steps of an item's Q as wgmma's operand A: the warp's 16 heads.
+template <int D_QK>
+__device__ __forceinline__ void read_queries(u32 (&queries)[Q_REGISTER_STEPS][4], const Params& params, const Item& item,
+                                             u32 warp, u32 lane) {
+    static_assert(DIRECT_STEPS<D_QK> <= Q_REGISTER_STEPS, "Q: more from memory than the registers take");
+    if (!item.is_active(params)) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int head = item.first_head + 16 * warp + lane / 4 + 8 * r;
+        const u8* row = params.q + item.query * params.q_row_bytes + head * params.q_head_bytes + lane % 4 * 4;
+        const bool is_inside = head < params.h_q;
+#pragma unroll
+        for (int step = 0; step < DIRECT_STEPS<D_QK>; ++step) {
+            const u32* columns = reinterpret_cast<const u32*>(row + step * layout::K_STEP_BYTES);
+            queries[step][r] = is_inside ? __ldcs(columns) : 0;
+            queries[step][r + 2] = is_inside ? __ldcs(columns + 4) : 0;
+        }
+    }
+}
+
+// Load the other k-steps that are kept in registers out of the query stage.
+template <int D_QK>
 __device__ __forceinline__ void load_queries(u32 (&queries)[Q_REGISTER_STEPS][4], u32 stage, u32 warp, u32 lane) {
     const u32 wide = stage + layout::wide_offset(16 * warp + lane % 16, lane / 16);
 #pragma unroll
-    for (int step = 0; step < Q_REGISTER_STEPS; ++step)
+    for (int step = DIRECT_STEPS<D_QK>; step < Q_REGISTER_STEPS; ++step)
         ptx::ldmatrix_x4(queries[step], (wide ^ (step % 4 * layout::K_STEP_BYTES)) + step / 4 * layout::WIDE_TILE_BYTES);
 #pragma unroll
     for (int step = 0; step < Q_REGISTER_STEPS; ++step) hold(queries[step]);
@@ -502,23 +529,24 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
     const u64 first_tail =
         layout::descriptor(shared_address(shared.keys) + layout::Stage<D_QK>::TAIL_OFFSET, layout::SWIZZLE_64_BYTES);
     const StageDescriptors q{
-        layout::descriptor(shared_address(shared.queries), layout::SWIZZLE_128_BYTES),
-        layout::descriptor(shared_address(shared.queries) + layout::Stage<D_QK>::TAIL_OFFSET, layout::SWIZZLE_64_BYTES)};
-    constexpr int STAGES = SharedPlan<D_QK>::STAGES;
+        layout::descriptor(query_stage(shared), layout::SWIZZLE_128_BYTES),
+        layout::descriptor(query_stage(shared) + layout::Stage<D_QK>::TAIL_OFFSET, layout::SWIZZLE_64_BYTES)};
     constexpr u64 STAGE_STEP = layout::descriptor_step(SharedPlan<D_QK>::STAGE_BYTES);
 
     u32 queries[Q_REGISTER_STEPS][4];
     float scores[2][32];
     Ring<SLOTS> ring;
     Ring<STAGES> stage;
-    auto pair = PairStages<STAGES>::next(stage, ring);
+    auto pair = PairStages::next(stage);
     u32 turn = 0;
     StageDescriptors k{first_wide, first_tail};
     u32 unreleased = SLOTS;  // slot of the P that waits for the next QK; SLOTS for none
-    for (Item item(params); item.is_active(params); item.advance(params), ++turn) {
+    Item item(params);
+    read_queries<D_QK>(queries, params, item, warp, lane);
+    for (; item.is_active(params); item.advance(params), ++turn) {
         int pairs_left = item.pairs();
         wait(shared.query_full, turn);
-        load_queries(queries, shared_address(shared.queries), warp, lane);
+        load_queries<D_QK>(queries, query_stage(shared), warp, lane);
 
         Rows rows;
         u32 slot;
@@ -540,7 +568,7 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
 
             // Prepare the next one.
             ring.advance();
-            pair = PairStages<STAGES>::next(stage, ring);
+            pair = PairStages::next(stage);
             k.wide = first_wide + STAGE_STEP * pair.first.at;
             k.tail = first_tail + STAGE_STEP * pair.first.at;
             ptx::hold(k.wide);
@@ -556,7 +584,12 @@ __device__ __forceinline__ void scorer(const Params& params, SharedPlan<D_QK>& s
             row_maxima(scores[0], maxima_log2);
             ptx::wgmma_wait<0>();
             hold(scores[1]);
-            if (pairs_left == 1) arrive(shared.query_empty, lane);
+            if (pairs_left == 1) {  // the next item's Q, while the softmax hides the way
+                arrive(shared.query_empty, lane);
+                Item next = item;
+                next.move(params);
+                read_queries<D_QK>(queries, params, next, warp, lane);
+            }
             if (signed_scale < 0.0f) negate(scores[1]);
             mask_scores(scores[1], valid_second, lane);
             row_maxima(scores[1], second);
@@ -636,34 +669,32 @@ __device__ __forceinline__ void make_fragment(u32 (&fragment)[4], const u32 (&ra
     hold(fragment);
 }
 
-// Write the item's out, eight heads at a time: a warp turns its 64 columns of them over in shared memory, in two buffers
-// by turns, so that a store takes 128 bytes of four rows. Chunks of 16 bytes are swizzled by the row: no bank meets twice.
+// Write the item's out, four heads at a time: a warp turns its 64 columns of them over in shared memory, in two buffers by
+// turns, so that a store takes 128 bytes of four rows. Chunks of 16 bytes are swizzled by the row: no bank meets twice.
 __device__ __forceinline__ void store_output(const Params& params, u8 (&staging)[2][STAGED_HEADS][STAGED_ROW_BYTES],
                                              const float (&output)[M_TILES][32], const Item& item) {
     const u32 lane = ptx::tid_x() % WARP_THREADS, warp = ptx::tid_x() / WARP_THREADS - FIRST_ACCUMULATOR * GROUP_WARPS;
-    const int row = lane / 8, chunk = lane % 8;
-    const int heads = params.h_q - item.first_head - row;
-    u16* out =
-        params.out + (static_cast<i64>(item.query) * params.h_q + item.first_head + row) * D_V + warp * 64 + chunk * 8;
+    const int row = lane / 8, chunk = lane % 8;  // of four heads
+    const int first_head = item.first_head + 2 * row;
+    const int heads = params.h_q - first_head;
+    u16* out = params.out + (static_cast<i64>(item.query) * params.h_q + first_head) * D_V + warp * 64 + chunk * 8;
+    // Step i: heads 8 (i / 2) + i % 2 + 0, 2, 4, 6.
     const auto stage_heads = [&](int i) {
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int to = lane % 4 * 2 + j;
-                *reinterpret_cast<u32*>(&staging[i % 2][to][((2 * m + lane / 16) ^ to) * 16 + lane / 4 % 4 * 4]) =
-                    ptx::cvt_bf16x2(output[m][4 * i + j], output[m][4 * i + 2 + j]);
-            }
+        for (int m = 0; m < M_TILES; ++m) {
+            const int to = lane % 4;
+            *reinterpret_cast<u32*>(&staging[i % 2][to][((2 * m + lane / 16) ^ (2 * to)) * 16 + lane / 4 % 4 * 4]) =
+                ptx::cvt_bf16x2(output[m][i / 2 * 4 + i % 2], output[m][i / 2 * 4 + 2 + i % 2]);
+        }
     };
     stage_heads(0);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < HEADS / STAGED_HEADS; ++i) {
         __syncwarp();
-        const uint4 upper = *reinterpret_cast<const uint4*>(&staging[i % 2][row][(chunk ^ row) * 16]);
-        const uint4 lower = *reinterpret_cast<const uint4*>(&staging[i % 2][row + 4][(chunk ^ (row + 4)) * 16]);
-        if (i + 1 < 8) stage_heads(i + 1);
-        if (8 * i < heads) __stcs(reinterpret_cast<uint4*>(out + 8 * i * D_V), upper);
-        if (8 * i + 4 < heads) __stcs(reinterpret_cast<uint4*>(out + (8 * i + 4) * D_V), lower);
+        const uint4 columns = *reinterpret_cast<const uint4*>(&staging[i % 2][row][(chunk ^ (2 * row)) * 16]);
+        if (i + 1 < HEADS / STAGED_HEADS) stage_heads(i + 1);
+        const int head = i / 2 * 8 + i % 2;  // from the first one
+        if (head < heads) __stcs(reinterpret_cast<uint4*>(out + head * D_V), columns);
     }
 }
 
@@ -706,7 +737,7 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
 
     float output[M_TILES][32];
     u32 fragment[FRAGMENTS][4], raw[4];
-    constexpr int STAGES = SharedPlan<D_QK>::STAGES, STAGE_BYTES = SharedPlan<D_QK>::STAGE_BYTES;
+    constexpr int STAGE_BYTES = SharedPlan<D_QK>::STAGE_BYTES;
     Ring<SLOTS> ring;
     Ring<STAGES> stage;
     for (Item item(params); item.is_active(params); item.advance(params)) {
@@ -719,7 +750,7 @@ __device__ __forceinline__ void accumulator(const Params& params, SharedPlan<D_Q
         hold(output);
 #pragma unroll 1
         for (;;) {
-            const auto pair = PairStages<STAGES>::next(stage, ring);
+            const auto pair = PairStages::next(stage);
             const u32 slot = ring.at, values = first_values + pair.first.at * STAGE_BYTES;
             const u32 step = pair.distance() * STAGE_BYTES;
             u64 p = first_p + layout::descriptor_step(slot * sizeof(shared.p[0]));
@@ -763,7 +794,7 @@ __device__ __forceinline__ void set_up_barriers(SharedPlan<D_QK>& shared) {
     if (threadIdx.x == 0) {
         ptx::mbarrier_init(shared_address(&shared.query_full), GROUP_THREADS);
         ptx::mbarrier_init(shared_address(&shared.query_empty), GROUP_ARRIVALS);
-        for (int stage = 0; stage < SharedPlan<D_QK>::STAGES; ++stage) {
+        for (int stage = 0; stage < STAGES; ++stage) {
             ptx::mbarrier_init(shared_address(&shared.key_full[stage]), GROUP_THREADS + GROUP_WARPS);
             ptx::mbarrier_init(shared_address(&shared.stage_empty[stage]), ACCUMULATORS * GROUP_ARRIVALS);
         }

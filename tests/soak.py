@@ -523,6 +523,7 @@ class World:
     def fail(self, thread: int, step: int, operation: str, error: BaseException) -> None:
         """Note an error that nothing calls for, and end the run."""
         text = "".join(traceback.format_exception(error))
+        print(f"soak: thread {thread}, step {step}, {operation}:\n{text}", file=sys.stderr, flush=True)  # torch may abort
         self.unexpected.append(
             {"seed": self.seed, "thread": thread, "step": step, "operation": operation, "error": text[-4000:]}
         )

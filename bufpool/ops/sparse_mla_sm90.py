@@ -30,19 +30,20 @@ D_QK = (512, 576)
 HEADS = 64
 MAX_PLANS = 256
 
-_STAGES = {512: 5, 576: 4}
+_STAGES = 5
 _SLOTS = 2
+_DIRECT_COLUMNS = {512: 0, 576: 256}
+"""Columns of q that never are in shared memory."""
 
 
 def _shared_bytes(d_qk: int) -> int:
     """Size of ``SharedPlan<d_qk>``, which the kernel asserts against this figure."""
-    stages = _STAGES[d_qk]
-    rows = (stages + 1) * 64 * d_qk
+    rows = 64 * (_STAGES * d_qk + d_qk - _DIRECT_COLUMNS[d_qk])
     per_stage = 4 * 2
     per_slot = 2 * HEADS * 64 + 2 * 4 * HEADS + 4
-    staging = 8 * 2 * 8 * 64 * 2
-    barriers = 8 * (2 + 2 * stages + 3 * _SLOTS)
-    return -(-(rows + stages * per_stage + _SLOTS * per_slot + staging + barriers) // 1024) * 1024
+    staging = 8 * 2 * 4 * 64 * 2
+    barriers = 8 * (2 + 2 * _STAGES + 3 * _SLOTS)
+    return -(-(rows + _STAGES * per_stage + _SLOTS * per_slot + staging + barriers) // 1024) * 1024
 
 
 VARIANTS: dict[int, Source] = {
