@@ -18,26 +18,22 @@ Concurrency:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import sys
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
 
-from . import driver, host_memory
+from . import driver, host_memory, process
 from .allocator import FreshAllocator, Like, home_device
-from .arena import ADDRESS_BUDGET
 from .debug import Debug
 from .errors import BufpoolError, CaptureError, PoolLimitError
-from .lane import Lane, LaneKey
+from .lane import Lane
 from .pin import Pin
+from .place import PER_THREAD_STREAM, Place, SharedCaptures
 from .slot import Slot
 from .spec import OutputSpec, row_count
 from .stats import LaneStats, PoolStats
@@ -61,9 +57,6 @@ __all__ = ["OutputPool", "default_pool", "set_default_pool"]
 
 _logger = logging.getLogger("bufpool")
 _fresh = FreshAllocator()
-_LEGACY_STREAM = 1  # another handle of the legacy default stream 0
-_PER_THREAD_STREAM = 2
-_lock = threading.RLock()
 _ARENAS = ("auto", "cuda", "host", "torch")
 
 _Note = tuple[int, str]  # logging level and text, emitted when the lock is free again
@@ -104,14 +97,14 @@ class OutputPool:
         self._arena = arena
         self._trace = bool(trace)
         self._debug = Debug.from_environment()
-        self._lock = _lock
+        self._lock = process.lock
         self._busy = False
-        self._has_lost_cuda = _has_lost_cuda
+        self._has_lost_cuda = process.has_lost_cuda
         self._lanes: dict[tuple[Any, ...], Lane] = {}
         self._quick: dict[tuple[Any, ...], Lane] = {} if trace or self._debug else self._lanes
         """What the hit path sees: the eager lanes, or nothing while the pool is closed, asleep, traced or debugged."""
         self._captures: dict[tuple[Any, ...], Lane] = {}
-        self._shared = _SharedCaptures()
+        self._shared = SharedCaptures()
         self._free: list[Slot] = []
         self._served: set[torch.device] = set()  # devices of which the log says what serves
         self._slots: list[Slot] = []  # all of them; the finalizer owns this list too
@@ -119,10 +112,10 @@ class OutputPool:
         self._peak_bytes = 0
         self._is_asleep = False
         self._is_closed = False
-        self._finalizer = weakref.finalize(self, _retired.extend, self._slots)
+        self._finalizer = weakref.finalize(self, process.retired.extend, self._slots)
         self._finalizer.atexit = False
-        _watch_forks()
-        _pools.add(self)
+        process.watch_forks()
+        process.pools.add(self)
 
     # Handing out
 
@@ -160,16 +153,16 @@ class OutputPool:
         ):
             index = tensor.get_device()
             if index >= 0:
-                stream = raw_stream(index) if tensor.is_cuda else _PER_THREAD_STREAM
+                stream = raw_stream(index) if tensor.is_cuda else PER_THREAD_STREAM
             else:
-                stream = 0 if tensor.is_cpu else _PER_THREAD_STREAM
+                stream = 0 if tensor.is_cpu else PER_THREAD_STREAM
             key = (index, stream, spec.key)
             # Only a stream that was used before can have a lane, so a forked child asks torch nothing about CUDA here.
             quick = self._quick
             lane = quick.get(key)
             if lane is not None and (
                 stream == 0
-                or (stream != _PER_THREAD_STREAM and index == current_device() and not is_current_stream_capturing())
+                or (stream != PER_THREAD_STREAM and index == current_device() and not is_current_stream_capturing())
             ):
                 with self._lock:
                     # A lane that was dropped meanwhile has no capacity: its slots refuse.
@@ -207,7 +200,7 @@ class OutputPool:
             with normal_mode(False):
                 return _fresh.acquire(spec, 0, like)
         self._check_usable(device)  # before CUDA is asked: a forked child gets our words
-        place = _Place(spec, device, self._shared)
+        place = Place(spec, device, self._shared)
         site = _call_site() if self._trace or self._debug else None
 
         def serve(notes: list[_Note]) -> Any:
@@ -219,7 +212,7 @@ class OutputPool:
         outputs = self._with_memory("acquire", place, serve)
         return self._spilled(place, rows, like) if outputs is None else outputs
 
-    def _spilled(self, place: _Place, rows: int, like: Like) -> Any:
+    def _spilled(self, place: Place, rows: int, like: Like) -> Any:
         """Outputs from ``torch.empty``, counted when they are there."""
         with normal_mode(False):
             outputs = _fresh.acquire(place.spec, rows, like)
@@ -232,13 +225,13 @@ class OutputPool:
             counts.spills += 1
         return outputs
 
-    def _reentered(self, place: _Place, rows: int, like: Like) -> Any:
+    def _reentered(self, place: Place, rows: int, like: Like) -> Any:
         """Serve a call that a finalizer made inside another call of the same thread (Note [One acquire at a time])."""
         if place.capture is not None:
             raise CaptureError("acquire: expected no call from a finalizer inside a capture, got one")
         return self._spilled(place, rows, like)
 
-    def _serve(self, place: _Place, rows: int, site: str | None, notes: list[_Note]) -> Any:
+    def _serve(self, place: Place, rows: int, site: str | None, notes: list[_Note]) -> Any:
         """Outputs from a slot of the lane; None for a spill. Under the lock. Commits last."""
         self._check_usable(place.device)
         lanes = self._lanes if place.capture is None else self._captures
@@ -279,7 +272,7 @@ class OutputPool:
         if place.capture is not None:
             self._quick = {}  # the next eager call looks whether graphs are gone
             if not place.thread:
-                _capture_streams.setdefault(place.device, set()).add(place.stream)
+                process.note_capture(place.device, place.stream)
         slot.site = site
         if is_new_lane:
             lanes[place.key] = lane
@@ -298,7 +291,7 @@ class OutputPool:
             self._debug.fill(slot, is_capture=place.capture is not None)
         return outputs
 
-    def _warn_of_spills(self, lane: Lane, place: _Place, notes: list[_Note]) -> None:
+    def _warn_of_spills(self, lane: Lane, place: Place, notes: list[_Note]) -> None:
         if not lane.was_warned:
             lane.was_warned = True
             notes.append(
@@ -342,7 +335,7 @@ class OutputPool:
             return
         if self._debug is not None:
             rows += self._debug.guard_rows
-        place = _Place(spec, device, self._shared)
+        place = Place(spec, device, self._shared)
 
         def serve(notes: list[_Note]) -> bool:
             with without_modes(), normal_mode(False):
@@ -456,14 +449,14 @@ class OutputPool:
                         continue
                 finally:
                     self._busy = False
-            for pool in list(_pools):
+            for pool in list(process.pools):
                 if pool is not self and any(slot.has_address(address) for slot in list(pool._slots)):
                     raise ValueError("outputs: expected a result of this pool, got one of another pool")
             tensor.record_stream(stream)
 
     # Memory
 
-    def _with_memory(self, call: str, place: _Place, serve: Callable[[list[_Note]], Any]) -> Any:
+    def _with_memory(self, call: str, place: Place, serve: Callable[[list[_Note]], Any]) -> Any:
         """Run ``serve`` under the lock; on lack of memory make room, first in torch's cache, then here, and try again."""
         for attempt in range(3):
             notes: list[_Note] = []
@@ -491,7 +484,7 @@ class OutputPool:
                 _emit(notes)
         raise AssertionError("unreachable")
 
-    def _new_slot(self, place: _Place, rows: int, notes: list[_Note]) -> Slot:
+    def _new_slot(self, place: Place, rows: int, notes: list[_Note]) -> Slot:
         kind = self._arena_kind(place.device)
         try:
             slot = Slot(place.spec, place.device, kind, rows)
@@ -516,7 +509,7 @@ class OutputPool:
             reason = "no lazily committed memory on this system"
         return logging.WARNING, f"{device}: arenas of kind 'torch' serve, which move when they grow: {reason}"
 
-    def _free_slot(self, place: _Place, rows: int) -> Slot | None:
+    def _free_slot(self, place: Place, rows: int) -> Slot | None:
         """The free slot of the same spec and device that fits best; it stays in the list."""
         fitting = [
             slot
@@ -534,17 +527,17 @@ class OutputPool:
             return min(with_room, key=lambda slot: slot.capacity)
         return max(fitting, key=lambda slot: slot.capacity, default=None)
 
-    def _has_come_to_rest(self, place: _Place) -> bool:
+    def _has_come_to_rest(self, place: Place) -> bool:
         """Whether all work of the device is done: waited for, unless something captures."""
         if place.device.type != "cuda" or not driver.is_available():
-            _synchronize(place.device)
+            process.synchronize(place.device)
             return True
-        known = _streams_met(place.device) | ({place.stream} if place.capture is not None else set())
+        known = process.capture_streams(place.device) | ({place.stream} if place.capture is not None else set())
         if driver.is_idle(place.device.index, known):
             return True
         if place.capture is not None or driver.capturing_stream(place.device.index, known) is not None:
             return False
-        _synchronize(place.device)
+        process.synchronize(place.device)
         return True
 
     def _discard(self, slot: Slot) -> None:
@@ -602,7 +595,7 @@ class OutputPool:
         idle = self._idle_slots(device, keep)
         if not idle:
             return
-        _synchronize(device)
+        process.synchronize(device)
         freed = 0
         for slot in idle:
             if enough is not None and freed >= enough:
@@ -620,7 +613,7 @@ class OutputPool:
         ]
         if not idle or self._capturing(device):
             return 0
-        _synchronize(device)
+        process.synchronize(device)
         for slot in idle:
             self._drop(slot)
         return len(idle)
@@ -655,9 +648,9 @@ class OutputPool:
                 self._forget(self._captures, key)
         if not is_capture:
             self._show_lanes()
-            _forget_streams()
-            if _retired:
-                _release_retired()
+            process.forget_ended_captures()
+            if process.retired:
+                process.release_retired()
 
     def trim(self) -> int:
         """Give back memory above the rows in use; addresses stay. Returns bytes given back.
@@ -685,7 +678,7 @@ class OutputPool:
                     unused = self._unused_since_trim()
                     # A result that another thread drops from here on counts as held: its work may not be done.
                     for device in {slot.device for slot in [*kept, *(slot for lane in unused for slot in lane.slots)]}:
-                        _synchronize(device)
+                        process.synchronize(device)
                     freed = 0
                     for slot, rows in kept.items():
                         freed += slot.shrink(rows)
@@ -749,7 +742,7 @@ class OutputPool:
                             f"sleep: expected graphs on address-stable arenas, got {len(fixed)} slots of kind 'torch'"
                         )
                     for device in {slot.device for slot in ours if slot.mapped_bytes}:
-                        _synchronize(device)
+                        process.synchronize(device)
                     freed = sum(slot.mapped_bytes for slot in ours)
                     asleep: list[Slot] = []
                     try:
@@ -830,10 +823,10 @@ class OutputPool:
                 for slot in slots:
                     # What no graph can report as gone lasts until now, by contract.
                     slot.pins = [pin for pin in slot.pins if pin.is_tracked]
-                _retired.extend(slots)
+                process.retired.extend(slots)
             finally:
                 self._busy = False
-        _release_retired()
+        process.release_retired()
 
     def __copy__(self) -> OutputPool:
         """The pool itself: a copy of what holds it shares it."""
@@ -987,7 +980,7 @@ class OutputPool:
         """Whether something captures on the device, as far as can be seen."""
         if device.type != "cuda" or not driver.is_available():
             return False
-        return driver.capturing_stream(device.index, _streams_met(device)) is not None
+        return driver.capturing_stream(device.index, process.capture_streams(device)) is not None
 
     def _refuse_capture(self, call: str) -> None:
         for device in {slot.device for slot in self._slots if self._is_ours(slot)}:
@@ -1001,9 +994,9 @@ class OutputPool:
 
     def _after_fork(self) -> None:
         """In the child: a free lock, and no CUDA lanes."""
-        self._lock = _lock
+        self._lock = process.lock
         self._busy = False
-        self._has_lost_cuda = _has_lost_cuda or any(slot.device.type != "cpu" for slot in self._slots)
+        self._has_lost_cuda = process.has_lost_cuda or any(slot.device.type != "cpu" for slot in self._slots)
         self._free = [slot for slot in self._free if slot.device.type == "cpu"]
         for lanes in (self._lanes, self._captures):
             for key, lane in list(lanes.items()):
@@ -1027,130 +1020,6 @@ class _Counts:
         self.grows += lane.grows
         self.rotations += lane.rotations
         self.spills += lane.spills
-
-
-_thread_tokens = itertools.count(1)
-
-
-class _ThisThread(threading.local):
-    """A number that no other thread has or will have; the system uses its own again."""
-
-    def __init__(self) -> None:
-        self.token = next(_thread_tokens)
-
-
-_this_thread = _ThisThread()
-
-
-class _SharedCaptures(threading.local):
-    """The set of slots that captures of this thread share now."""
-
-    def __init__(self) -> None:
-        self.name: str | None = None
-        self._capture: int | None = None
-        self._streams: list[int] = []
-
-    def branch(self, capture: int, stream: int) -> int:
-        """Which branch of a capture a stream is, counted by first use: the same branches of all captures share slots."""
-        if capture != self._capture:
-            self._capture = capture
-            self._streams = []
-        if stream not in self._streams:
-            self._streams.append(stream)
-        return self._streams.index(stream)
-
-
-class _Place:
-    """Where a call is served: device with index, stream, thread and capture."""
-
-    __slots__ = ("capture", "device", "graph", "key", "shared", "spec", "stream", "thread")
-
-    def __init__(self, spec: OutputSpec, device: torch.device, shared: _SharedCaptures) -> None:
-        self.spec = spec
-        self.stream = 0
-        self.thread = 0
-        self.capture: int | None = None
-        self.graph: Any = None
-        self.shared: str | None = None
-        if device.type == "cpu":
-            self.device = torch.device("cpu")
-            self.key: tuple[Any, ...] = (-1, 0, spec.key)
-            return
-        if device.type != "cuda":
-            self.device = device
-            self.key = (str(device), 0, spec.key)
-            return
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
-        self.stream = raw_stream(device.index)
-        if self.stream == _LEGACY_STREAM:
-            self.stream = 0
-        if self.stream == _PER_THREAD_STREAM:
-            self.thread = _this_thread.token
-        if self.stream != 0:
-            self._find_capture()
-        self.key = (device.index, self.stream, spec.key)
-        if self.thread:
-            self.key += (self.thread,)
-        if self.capture is None:
-            return
-        self.shared = shared.name
-        if self.shared is None:
-            self.key = (self.capture, *self.key)
-        else:
-            self.key = (self.shared, device.index, shared.branch(self.capture, self.stream), spec.key)
-
-    def _find_capture(self) -> None:
-        if driver.is_available():
-            found = driver.capture_of(self.device.index, self.stream)
-            if found is not None:
-                self.capture, self.graph = found
-            return
-        with torch.cuda.device(self.device):
-            if is_current_stream_capturing():
-                raise CaptureError(
-                    f"{self.device}: expected cuda.bindings for a call inside a capture, got none"
-                    f" ({driver.unavailable_reason()})"
-                )
-
-    def can_wait_for(self, slot: Slot) -> bool:
-        """Whether this place can be ordered after the declared readers of a slot.
-
-        An eager one after readers that do not capture; one in a capture after readers in the same capture, and after
-        readers whose work is done already.
-        """
-        for reader in slot.readers:
-            stream = reader.cuda_stream
-            is_capturing = stream != 0 and driver.is_available() and driver.is_capturing(stream)
-            if self.capture is None:
-                if is_capturing:
-                    return False
-            elif is_capturing:
-                if not self._is_branch(stream):
-                    return False
-            elif not driver.is_stream_idle(self.device.index, stream):
-                return False
-        return True
-
-    def _is_branch(self, stream: int) -> bool:
-        """Whether a stream that captures takes part in the same capture."""
-        found = driver.capture_of(self.device.index, stream)
-        return found is not None and found[0] == self.capture
-
-    def wait_for_readers(self, slot: Slot) -> None:
-        """Let the current stream wait for all that the readers of an idle slot have queued."""
-        current = torch.cuda.current_stream(slot.device)
-        for reader in slot.readers:
-            if self.capture is not None and not (reader.cuda_stream != 0 and driver.is_capturing(reader.cuda_stream)):
-                continue  # done already: can_wait_for() asked
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(reader)
-            current.wait_event(event)
-        slot.readers = []
-
-    def lane_key(self) -> LaneKey:
-        return LaneKey(self.device, self.stream, self.thread, self.capture, self.shared, self.spec)
 
 
 def _positive(name: str, value: Any) -> int:
@@ -1207,13 +1076,6 @@ def _emit(notes: list[_Note]) -> None:
         _logger.log(level, text)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        driver.synchronize(device.index)
-    elif device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
-
-
 def _free_bytes(slots: list[Slot]) -> int:
     """Free memory of the devices of these slots, in bytes."""
     devices = {slot.device for slot in slots if slot.device.type == "cuda"}
@@ -1227,95 +1089,6 @@ def _device_bytes(device: torch.device) -> int:
     return host_memory.physical_bytes() if device.type == "cpu" else 0
 
 
-# Pools that are gone, and forks
-
-_retired: deque[Slot] = deque()
-"""Slots whose pool is closed or collected; finalizers append here and do nothing else."""
-_is_releasing = False
-_pools: weakref.WeakSet[OutputPool] = weakref.WeakSet()
-_capture_streams: dict[torch.device, set[int]] = {}
-"""Streams on which some pool was used inside a capture that may still be under way."""
-
-
-def _streams_met(device: torch.device) -> set[int]:
-    return _capture_streams.get(device, set())
-
-
-def _forget_streams() -> None:
-    """Forget streams whose capture has ended: their owner may destroy them, and nobody asks for them again."""
-    for device, streams in list(_capture_streams.items()):
-        _capture_streams[device] = {stream for stream in streams if driver.is_capturing(stream)}
-        if not _capture_streams[device]:
-            del _capture_streams[device]
-
-
-def _release_retired() -> None:
-    """Release retired slots that are neither live nor pinned; the rest waits. Nothing happens on a device that captures."""
-    global _is_releasing
-    with _lock:
-        if _is_releasing:  # a finalizer inside of another call of this function
-            return
-        _is_releasing = True
-        try:
-            _release_retired_now()
-        finally:
-            _is_releasing = False
-
-
-def _release_retired_now() -> None:
-    idle: dict[torch.device, list[Slot]] = {}
-    for _ in range(len(_retired)):
-        slot = _retired.popleft()
-        if slot.device.type != "cpu" and slot.process_id != os.getpid():
-            continue  # of the parent process
-        slot.pins = [pin for pin in slot.pins if pin.is_tracked]  # the pool is closed: others cannot end
-        if slot.is_live() or slot.is_pinned():
-            _retired.append(slot)
-        else:
-            idle.setdefault(slot.device, []).append(slot)
-    for device, slots in idle.items():
-        if (
-            device.type == "cuda"
-            and driver.is_available()
-            and driver.capturing_stream(device.index, _streams_met(device)) is not None
-        ):
-            _retired.extend(slots)
-            continue
-        _synchronize(device)
-        try:
-            while slots:
-                slots.pop().release()  # the one that fails is lost, the others wait
-        finally:
-            _retired.extend(slots)
-
-
-@cache
-def _watch_forks() -> None:
-    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
-
-
-_had_cuda = False
-"""Whether CUDA had been started when this process last forked."""
-_has_lost_cuda = False
-"""Whether this process is the forked child of one that had started CUDA."""
-
-
-def _before_fork() -> None:
-    global _had_cuda
-    _had_cuda = _has_lost_cuda or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-
-
-def _after_fork() -> None:
-    global _has_lost_cuda, _is_releasing, _lock
-    _capture_streams.clear()
-    _has_lost_cuda = _had_cuda
-    _lock = threading.RLock()
-    _is_releasing = False
-    ADDRESS_BUDGET.after_fork()
-    for pool in list(_pools):
-        pool._after_fork()
-
-
 # The default pool
 
 _default: OutputPool | None = None
@@ -1326,7 +1099,7 @@ def default_pool() -> OutputPool:
     global _default
     if _default is None:
         pool = OutputPool()
-        with _lock:
+        with process.lock:
             if _default is None:
                 _default = pool
     return _default
@@ -1337,5 +1110,5 @@ def set_default_pool(pool: OutputPool) -> None:
     global _default
     if not isinstance(pool, OutputPool):
         raise TypeError(f"pool: expected an OutputPool, got {pool!r}")
-    with _lock:
+    with process.lock:
         _default = pool

@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import bufpool
+import bufpool.place as place_module
 import bufpool.pool as pool_module
-from bufpool import driver, handout, host_memory, pin, slot
+from bufpool import driver, handout, host_memory, pin, process, slot
 from bufpool.driver import DeviceOutOfMemoryError
 from bufpool.errors import DriverError
 from bufpool.handout import OwnerHandout
@@ -295,7 +296,8 @@ def fake_cuda(monkeypatch):
         fake.graphs.setdefault(graph, []).append((resource, destroy))
 
     monkeypatch.setattr(pin, "retain_in_graph", retain)
-    monkeypatch.setattr(pool_module, "raw_stream", lambda index: fake.stream)
+    for module in (place_module, pool_module):
+        monkeypatch.setattr(module, "raw_stream", lambda index: fake.stream)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(fake.drivers))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: fake.current)
@@ -317,7 +319,7 @@ def fake_cuda(monkeypatch):
     for capture in list(fake.graphs):
         fake.end_graph(capture)
     gc.collect()
-    pool_module._release_retired()
+    process.release_retired()
     assert all(device.is_clean for device in fake.drivers), "memory of a device was not given back"
 
 

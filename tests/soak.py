@@ -53,7 +53,7 @@ from typing import Any
 
 import torch
 
-import bufpool.pool as pool_module
+from bufpool import process
 from bufpool.errors import BufpoolError, CaptureError, PoolLimitError
 from bufpool.graphs import GraphRunner
 from bufpool.pool import OutputPool
@@ -1339,7 +1339,7 @@ def give_all_back(world: World, workers: list[Worker], free_before: int) -> int:
     end = time.monotonic() + 10  # the driver reports the end of a graph from a thread of its own
     while time.monotonic() < end:
         OutputPool().close()  # any close takes back what closed pools have left
-        if not pool_module._retired and not any(pool.stats().pinned_slots for pool in pools):
+        if not process.retired and not any(pool.stats().pinned_slots for pool in pools):
             break
         time.sleep(0.02)
     for pool in pools:
@@ -1347,7 +1347,7 @@ def give_all_back(world: World, workers: list[Worker], free_before: int) -> int:
         stats = pool.stats()
         assert (stats.live_slots, stats.pinned_slots, stats.mapped_bytes) == (0, 0, 0), stats.report()
         pool.close()
-    assert not pool_module._retired, f"closed pools: expected no slot left, got {len(pool_module._retired)}"
+    assert not process.retired, f"closed pools: expected no slot left, got {len(process.retired)}"
     world.device.empty_cache()
     kept = max(free_before - world.device.free_bytes(), 0)
     assert kept <= KEPT_BYTES, f"device: expected all but {KEPT_BYTES} bytes back, got {kept} bytes less"

@@ -257,7 +257,7 @@ def test_signal_handlers_that_raise_leave_no_lock_held_and_no_slot_live(run_scri
     done = run_script(  # in a process of its own, since it spoils what all pools share if it fails
         """
         import gc, signal, threading, torch, bufpool
-        from bufpool import pool as pool_module
+        from bufpool import process
 
         class Tick(BaseException):
             pass
@@ -291,7 +291,7 @@ def test_signal_handlers_that_raise_leave_no_lock_held_and_no_slot_live(run_scri
         assert pool.stats().live_slots == 0, "a slot is counted as live for ever"
         del held
         pool.trim()
-        assert not pool_module._retired, "memory of a closed pool never comes back"
+        assert not process.retired, "memory of a closed pool never comes back"
         answers = []
         thread = threading.Thread(target=lambda: answers.append(pool.stats()), daemon=True)
         thread.start()

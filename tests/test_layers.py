@@ -26,6 +26,7 @@ LAYERS = (
     ("handout", "pin"),
     ("slot",),
     ("lane", "stats", "debug"),
+    ("place", "process"),
     ("pool",),
     ("graphs",),
     ("bufpool",),

@@ -22,8 +22,10 @@ from bufpool import (
     OutputSpec,
     PoolLimitError,
     host_memory,
+    process,
 )
 from bufpool import pool as pool_module
+from bufpool.arena import ADDRESS_BUDGET
 from bufpool.errors import DriverError
 
 PAGE = host_memory.PAGE_BYTES
@@ -672,7 +674,7 @@ def test_trim_keeps_what_is_dropped_after_it_waited_for_the_device(make_pool, fa
     def wait_and_meanwhile(device):
         held.clear()  # by another thread, with work on the memory
 
-    monkeypatch.setattr(pool_module, "_synchronize", wait_and_meanwhile)
+    monkeypatch.setattr(process, "synchronize", wait_and_meanwhile)
     assert pool.trim() == mapped[2]
     assert not any(slot.is_live() for slot in pool._slots)
     assert [slot.mapped_bytes for slot in pool._slots] == [*mapped[:2], 0]
@@ -1382,7 +1384,7 @@ def test_a_failed_growth_inside_a_capture_leaves_the_slot_usable_there(graph_poo
 
 def test_64_lanes_on_8_devices_are_held_by_the_address_budget(make_pool, fake_cuda, spec, monkeypatch):
     pool = make_pool()
-    budget = pool_module.ADDRESS_BUDGET
+    budget = ADDRESS_BUDGET
     monkeypatch.setattr(budget, "total", budget.taken + 2**34)  # half of what 512 slots of 64 MiB would take
     held = []
     for lane in range(64):
@@ -1399,7 +1401,7 @@ def test_64_lanes_on_8_devices_are_held_by_the_address_budget(make_pool, fake_cu
 
 def test_too_little_address_space_is_a_limit_error_or_comes_from_idle_lanes(make_pool, fake_cuda, spec, monkeypatch):
     pool = make_pool()
-    budget = pool_module.ADDRESS_BUDGET
+    budget = ADDRESS_BUDGET
     monkeypatch.setattr(budget, "total", budget.taken + 4 * GRANULE)
     held = []
 

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 
-from bufpool import BufpoolError, OutputPool, OutputSpec
+from bufpool import BufpoolError, OutputPool, OutputSpec, process
 
 pytestmark = pytest.mark.timeout(60, method="thread")
 
@@ -363,8 +363,6 @@ def test_a_result_dropped_by_a_collection_inside_acquire_is_free_afterwards(make
 
 
 def test_pools_collected_inside_acquire_give_their_memory_back(make_pool, spec, q, collect_often):
-    from bufpool import pool as pool_module
-
     pool = make_pool()
     for rows in range(1, 60):
         other = OutputPool()
@@ -374,7 +372,7 @@ def test_pools_collected_inside_acquire_give_their_memory_back(make_pool, spec, 
         pool.acquire(spec, rows * 40, q)
     gc.collect()
     pool.acquire(spec, 5000, q)
-    assert not any(slot.spec is spec and not slot.is_live() for slot in list(pool_module._retired))
+    assert not any(slot.spec is spec and not slot.is_live() for slot in list(process.retired))
 
 
 def test_closing_a_pool_in_a_finalizer_of_its_own_acquire_harms_no_result(spec, q, finalizer, collect_often):

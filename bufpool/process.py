@@ -1,0 +1,142 @@
+"""What all pools of a process share: the lock, the slots of pools that are gone, streams that capture, and forks."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import deque
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from . import driver
+from .arena import ADDRESS_BUDGET
+from .slot import Slot
+
+__all__ = [
+    "capture_streams",
+    "forget_ended_captures",
+    "has_lost_cuda",
+    "lock",
+    "note_capture",
+    "pools",
+    "release_retired",
+    "retired",
+    "synchronize",
+    "watch_forks",
+]
+
+
+class Pool(Protocol):
+    """What is known here of a pool."""
+
+    _slots: list[Slot]
+
+    def _after_fork(self) -> None:
+        """In the child: a free lock, and no CUDA lanes."""
+
+
+lock = threading.RLock()
+"""One for all pools (``pool``, Note [One acquire at a time]). A forked child has another one."""
+pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+retired: deque[Slot] = deque()
+"""Slots whose pool is closed or collected; finalizers append here and do nothing else."""
+_is_releasing = False
+_capture_streams: dict[torch.device, set[int]] = {}
+"""Streams on which some pool was used inside a capture that may still be under way."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a device."""
+    if device.type == "cuda":
+        driver.synchronize(device.index)
+    elif device.type != "cpu":
+        getattr(torch, device.type).synchronize(device)
+
+
+def note_capture(device: torch.device, stream: int) -> None:
+    """A pool was used on this stream inside a capture."""
+    _capture_streams.setdefault(device, set()).add(stream)
+
+
+def capture_streams(device: torch.device) -> set[int]:
+    """Streams of the device that may capture, as far as pools have met them."""
+    return _capture_streams.get(device, set())
+
+
+def forget_ended_captures() -> None:
+    """Forget streams whose capture has ended: their owner may destroy them, and nobody asks for them again."""
+    for device, streams in list(_capture_streams.items()):
+        _capture_streams[device] = {stream for stream in streams if driver.is_capturing(stream)}
+        if not _capture_streams[device]:
+            del _capture_streams[device]
+
+
+def release_retired() -> None:
+    """Release retired slots that are neither live nor pinned; the rest waits. Nothing happens on a device that captures."""
+    global _is_releasing
+    with lock:
+        if _is_releasing:  # a finalizer inside of another call of this function
+            return
+        _is_releasing = True
+        try:
+            _release_retired_now()
+        finally:
+            _is_releasing = False
+
+
+def _release_retired_now() -> None:
+    idle: dict[torch.device, list[Slot]] = {}
+    for _ in range(len(retired)):
+        slot = retired.popleft()
+        if slot.device.type != "cpu" and slot.process_id != os.getpid():
+            continue  # of the parent process
+        slot.pins = [pin for pin in slot.pins if pin.is_tracked]  # the pool is closed: others cannot end
+        if slot.is_live() or slot.is_pinned():
+            retired.append(slot)
+        else:
+            idle.setdefault(slot.device, []).append(slot)
+    for device, slots in idle.items():
+        if (
+            device.type == "cuda"
+            and driver.is_available()
+            and driver.capturing_stream(device.index, capture_streams(device)) is not None
+        ):
+            retired.extend(slots)
+            continue
+        synchronize(device)
+        try:
+            while slots:
+                slots.pop().release()  # the one that fails is lost, the others wait
+        finally:
+            retired.extend(slots)
+
+
+@cache
+def watch_forks() -> None:
+    """Let this process and its forked children know about forks."""
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
+
+
+_had_cuda = False
+"""Whether CUDA had been started when this process last forked."""
+has_lost_cuda = False
+"""Whether this process is the forked child of one that had started CUDA."""
+
+
+def _before_fork() -> None:
+    global _had_cuda
+    _had_cuda = has_lost_cuda or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+
+
+def _after_fork() -> None:
+    global has_lost_cuda, _is_releasing, lock
+    _capture_streams.clear()
+    has_lost_cuda = _had_cuda
+    lock = threading.RLock()
+    _is_releasing = False
+    ADDRESS_BUDGET.after_fork()
+    for pool in list(pools):
+        pool._after_fork()
