@@ -92,6 +92,15 @@ class Debug:
         if slot.guard is None:
             return
         (rows, phase), slot.guard = slot.guard, None
+        text = self._overrun(slot, rows, phase)
+        if text is not None:
+            raise WriteContractError(text)
+
+    def _overrun(self, slot: Slot, rows: int, phase: int) -> str | None:
+        """What was written behind ``rows`` rows; None if nothing was.
+
+        Its tensors are unknown to the slot, so none may outlive it, as in the traceback of an error.
+        """
         with without_modes():
             memories = self._words(slot, rows + self.guard_rows)
             for (name, row_shape, dtype), memory in zip(slot.spec, memories, strict=True):
@@ -105,11 +114,12 @@ class Debug:
                 old, new = int(expected[place]), int(guard[row, word])
                 size = guard.dtype.itemsize
                 column = word // (dtype.itemsize // size)
-                raise WriteContractError(
+                return (
                     f"{name}: expected no write outside rows 0 to {rows}, got one at row {rows + row}, column"
                     f" {column_text(column, row_shape)}: old bits {bits_text(old, size)}, new bits {bits_text(new, size)};"
                     f" a result of {rows} rows on {slot.device}, acquired at {slot.site or 'an unknown place'}, was overrun"
                 )
+        return None
 
     def _words(self, slot: Slot, rows: int) -> Outputs:
         """The slot's memory as integers, ``[rows, words of a row]`` for each tensor."""

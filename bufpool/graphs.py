@@ -11,8 +11,9 @@ Note [Results of a replay]
 
 Concurrency:
     A runner may be called from any thread and on any stream: one call at a time, and a call on another stream than the
-    last one waits on the device for all that was queued there. Since the next call overwrites the results of the last
-    one, threads that share a runner use ``fresh=True``. Do not call a runner from a finalizer.
+    last one waits on the device for all that was queued there. Runners of one pool and name count as one. Since the next
+    call overwrites the results of the last one, threads that share a runner use ``fresh=True``. Do not call a runner from
+    a finalizer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import itertools
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -169,14 +171,15 @@ class GraphRunner:
         self._pad = _pad_values(inputs, pad or {})
         self._name = None if private else name or f"graph runner {next(_numbers)}"
         self._warmups = row_count(warmups)
-        self._lock = threading.RLock()
+        self._set = _slot_set(self._pool, self._name)
+        self._lock = self._set.lock
         self._is_busy = False
         self._is_closed = False
         self._home: torch.device | None = None
         self._static: dict[str, torch.Tensor] = {}
         self._buckets: list[_Bucket] = []  # smallest first; empty until captured
         self._dirty_rows = 0  # static rows from here on hold the pad values
-        self._stream: Any = None  # of the last call
+        self._stream: Any = None  # of this runner's last call
         self._replays_copied = 0
         self._eager_calls = 0
         self._eager_us = 0.0
@@ -240,11 +243,12 @@ class GraphRunner:
                 self._eager_calls += 1
                 self._eager_us += 1e6 * (time.perf_counter() - start)
                 return result
-            self._order()
-            self._fill(inputs, rows)
-            bucket.graph.replay()
-            views = [tensor[:rows] for tensor in bucket.results]
-            result = bucket.rebuild(self._copied(bucket, views, rows) if fresh else views)
+            with self._pool._kept_awake("runner"):
+                self._order()
+                self._fill(inputs, rows)
+                bucket.graph.replay()
+                views = [tensor[:rows] for tensor in bucket.results]
+                result = bucket.rebuild(self._copied(bucket, views, rows) if fresh else views)
             bucket.replays += 1
             bucket.active_rows += rows
             bucket.host_us += 1e6 * (time.perf_counter() - start)
@@ -357,14 +361,18 @@ class GraphRunner:
         handle = raw_stream(self._home.index)
         if handle == _PER_THREAD_STREAM:
             raise BufpoolError("runner: expected a stream that is the same in all threads, got the per-thread default one")
-        if self._stream is None or self._stream.cuda_stream != handle:
+        last = self._set.streams.get(self._home.index)
+        if last is None or last.cuda_stream != handle:
             current = torch.cuda.current_stream(self._home)
-            if self._stream is not None:
-                if _is_stream_capturing(self._stream):
+            if last is not None:
+                if _is_stream_capturing(last):
                     raise CaptureError(
                         "runner: expected no graph capture on the stream of its last call, got one under way"
                     )
-                current.wait_stream(self._stream)
+                current.wait_stream(last)
+            self._set.streams[self._home.index] = current
+        if self._stream is None or self._stream.cuda_stream != handle:
+            current = torch.cuda.current_stream(self._home)
             for static in self._static.values():
                 static.record_stream(current)  # memory of torch: after close() it is reused only behind this stream's work
             self._stream = current
@@ -430,6 +438,27 @@ class GraphRunner:
             device,
             sum(bucket.capture_us for bucket in buckets) / 1e3,
         )
+
+
+class _SlotSet:
+    """What the runners that share a set of slots have in common: one call at a time, behind the last one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.streams: dict[int, Any] = {}
+        """By device: the stream of the last call."""
+
+
+_sets: weakref.WeakKeyDictionary[OutputPool, weakref.WeakValueDictionary[str, _SlotSet]] = weakref.WeakKeyDictionary()
+_sets_lock = threading.RLock()
+
+
+def _slot_set(pool: OutputPool, name: str | None) -> _SlotSet:
+    """The set of runners of this name; it lasts as long as one of them. Without a name a new one."""
+    if name is None:
+        return _SlotSet()
+    with _sets_lock:
+        return _sets.setdefault(pool, weakref.WeakValueDictionary()).setdefault(name, _SlotSet())
 
 
 class _Bucket:

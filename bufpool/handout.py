@@ -456,6 +456,7 @@ class OwnerHandout(Handout):
         self._addresses = addresses
 
     def release(self) -> None:
+        assert not self.is_live(), "a tensor would be left over freed memory"
         self._owners = []
         self.capacity = 0
 

@@ -72,18 +72,19 @@ class Lane:
     def take(self, rows: int) -> Any:
         """Outputs of a slot that nobody holds and whose memory is mapped, the current one first; None if there is none.
 
-        The hit path. Slots that a reader on another stream was declared for are left to ``idle_slot``.
+        The hit path. Slots that a reader on another stream was declared for are left to ``idle_slot``; readers are asked
+        again when the slot is taken, since a finalizer may have declared one and dropped the result in between.
         """
         current = self.current
         if current is not None and not current.readers:
             outputs = current.handout.take(rows)
-            if outputs is not None:
+            if outputs is not None and not current.readers:
                 self.acquires += 1
                 return outputs
         for slot in self.slots:
             if slot is not current and not slot.readers:
                 outputs = slot.handout.take(rows)
-                if outputs is not None:
+                if outputs is not None and not slot.readers:
                     self.acquires += 1
                     self.rotations += 1
                     self.current = slot

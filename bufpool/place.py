@@ -33,22 +33,38 @@ class _ThisThread(threading.local):
 _this_thread = _ThisThread()
 
 
-class SharedCaptures(threading.local):
-    """The set of slots that captures of this thread share now."""
+class SharedCaptures:
+    """The set of slots that captures of each thread share now, and the branches of each capture.
+
+    Concurrency: the name belongs to the thread; a lock around the branches, since threads may share a capture.
+    """
+
+    MOST_CAPTURES = 1024
+    """Of which branches are known: those used last."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
-        self._capture: int | None = None
-        self._streams: list[int] = []
+        self._of_thread = threading.local()
+        self._lock = threading.RLock()  # a finalizer may come in between
+        self._streams: dict[int, list[int]] = {}  # by capture
+
+    @property
+    def name(self) -> str | None:
+        return getattr(self._of_thread, "name", None)
+
+    @name.setter
+    def name(self, name: str | None) -> None:
+        self._of_thread.name = name
 
     def branch(self, capture: int, stream: int) -> int:
         """Which branch of a capture a stream is, counted by first use: the same branches of all captures share slots."""
-        if capture != self._capture:
-            self._capture = capture
-            self._streams = []
-        if stream not in self._streams:
-            self._streams.append(stream)
-        return self._streams.index(stream)
+        with self._lock:
+            streams = self._streams.pop(capture, [])
+            self._streams[capture] = streams  # now the last one
+            while len(self._streams) > self.MOST_CAPTURES:
+                del self._streams[next(iter(self._streams))]
+            if stream not in streams:
+                streams.append(stream)
+            return streams.index(stream)
 
 
 class Place:

@@ -112,6 +112,8 @@ class OutputPool:
         self._peak_bytes = 0
         self._is_asleep = False
         self._is_closed = False
+        self._runs = 0
+        """Calls of graph runners under way, during which the pool stays awake."""
         self._finalizer = weakref.finalize(self, process.retired.extend, self._slots)
         self._finalizer.atexit = False
         process.watch_forks()
@@ -177,6 +179,8 @@ class OutputPool:
                             outputs = current.handout.take(rows)
                             if outputs is None:
                                 outputs = lane.take(rows)
+                            elif current.readers:  # declared by a finalizer just before it dropped the result
+                                outputs = None
                             else:
                                 lane.acquires += 1
                         if outputs is not None:
@@ -250,11 +254,13 @@ class OutputPool:
         is_from_free = is_new_slot and slot is not None
         if slot is None:
             slot = self._new_slot(place, room, notes)
+            if not is_new_lane and lanes.get(place.key) is not lane:  # it was dropped to make room
+                lane, is_new_lane = Lane(place.lane_key()), True
         is_growing = room > slot.capacity
         try:
             if slot.readers:
                 place.wait_for_readers(slot)
-            if self._debug is not None and place.capture is None and not self._capturing(place.device):
+            if self._debug is not None and place.capture is None and not process.is_capturing(place.device):
                 self._debug.check(slot)
             if is_growing:
                 self._grow(slot, room, place.capture is not None, notes)
@@ -263,9 +269,12 @@ class OutputPool:
             outputs = slot.handout.take(rows)
             assert outputs is not None
         except BaseException:
+            outputs = None
+            if is_new_slot and slot.pins:
+                slot.is_clean = False
             if is_new_slot and not is_from_free:
-                if slot.pins:
-                    self._free.append(slot)  # a graph may have seen it already
+                if slot.pins or slot.is_live():
+                    self._free.append(slot)  # a graph has seen it already, or a signal handler
                 else:
                     self._discard(slot)
             raise
@@ -354,6 +363,8 @@ class OutputPool:
             try:
                 is_growing = rows > slot.capacity
                 if is_growing:
+                    if slot.readers and not slot.is_stable:
+                        place.wait_for_readers(slot)  # torch may give the former block to anybody
                     self._grow(slot, rows, place.capture is not None, notes)
             except BaseException:
                 if is_new:
@@ -466,14 +477,14 @@ class OutputPool:
                     self._busy = True
                     try:
                         self._collect(place.capture is not None)
-                        if attempt == 2 and not self._capturing(place.device):
+                        if attempt == 2 and not process.is_capturing(place.device):
                             self._evict(place.device, None, notes)
                         return serve(notes)
                     finally:
                         self._busy = False
             except driver.DeviceOutOfMemoryError as error:
                 # Making room may synchronise and call torch: legal only while nothing captures.
-                if attempt == 2 or place.capture is not None or self._capturing(place.device):
+                if attempt == 2 or place.capture is not None or process.is_capturing(place.device):
                     have = self._mapped_bytes(place.device)
                     limit = _device_bytes(place.device)
                     what = f"{place.device}: memory ({error})"
@@ -514,10 +525,14 @@ class OutputPool:
         fitting = [
             slot
             for slot in self._free
-            if slot.device == place.device and slot.spec == place.spec and not slot.is_live() and not slot.is_pinned()
+            if slot.device == place.device
+            and slot.spec == place.spec
+            and not slot.is_live()
+            and not slot.is_pinned()
+            and place.can_wait_for(slot)
         ]
         if any(not slot.is_clean for slot in fitting):
-            if self._has_come_to_rest(place):
+            if self._has_come_to_rest(fitting, place):
                 for slot in fitting:
                     slot.is_clean = True
             else:
@@ -527,22 +542,24 @@ class OutputPool:
             return min(with_room, key=lambda slot: slot.capacity)
         return max(fitting, key=lambda slot: slot.capacity, default=None)
 
-    def _has_come_to_rest(self, place: Place) -> bool:
-        """Whether all work of the device is done: waited for, unless something captures."""
-        if place.device.type != "cuda" or not driver.is_available():
-            process.synchronize(place.device)
-            return True
-        known = process.capture_streams(place.device) | ({place.stream} if place.capture is not None else set())
-        if driver.is_idle(place.device.index, known):
-            return True
-        if place.capture is not None or driver.capturing_stream(place.device.index, known) is not None:
+    @staticmethod
+    def _has_come_to_rest(slots: list[Slot], place: Place) -> bool:
+        """Whether all work on these slots is done: waited for, unless something captures.
+
+        A capture cannot wait. It asks the streams that it knows, to which those made outside torch do not belong.
+        """
+        if place.capture is not None:
+            return driver.is_idle(place.device.index, process.capture_streams(place.device) | {place.stream})
+        if any(process.is_capturing(device) for device in process.devices_at_work(slots)):
             return False
-        process.synchronize(place.device)
+        process.synchronize(slots)
         return True
 
     def _discard(self, slot: Slot) -> None:
+        """Give a slot up, addresses too; while something captures it waits with those of closed pools."""
         self._slots.remove(slot)
-        slot.release()
+        process.retired.append(slot)
+        process.release_retired()
 
     def _grow(self, slot: Slot, rows: int, is_capture: bool, notes: list[_Note]) -> None:
         slot.check_reservation(rows)
@@ -572,7 +589,7 @@ class OutputPool:
         idle = self._idle_slots(slot.device, slot)
         if sum(other.mapped_bytes for other in idle) < excess:
             raise PoolLimitError(what, need=added, have=have, limit=limit)
-        if is_capture or self._capturing(slot.device):
+        if is_capture or process.is_capturing(slot.device):
             raise PoolLimitError(f"{what} (idle slots stay mapped during a capture)", need=added, have=have, limit=limit)
         self._evict(slot.device, slot, notes, excess)
 
@@ -587,6 +604,7 @@ class OutputPool:
             and self._is_ours(slot)
             and not slot.is_live()
             and not slot.is_pinned()
+            and not any(process.is_capturing(reader.device) for reader in slot.readers if reader.device != device)
         ]
         return sorted(idle, key=lambda slot: slot.mapped_bytes, reverse=True)
 
@@ -595,7 +613,7 @@ class OutputPool:
         idle = self._idle_slots(device, keep)
         if not idle:
             return
-        process.synchronize(device)
+        process.synchronize(idle)
         freed = 0
         for slot in idle:
             if enough is not None and freed >= enough:
@@ -611,15 +629,15 @@ class OutputPool:
             for slot in self._slots
             if slot.device == device and self._is_ours(slot) and not slot.is_live() and not slot.is_pinned()
         ]
-        if not idle or self._capturing(device):
+        if not idle or any(process.is_capturing(device) for device in process.devices_at_work(idle)):
             return 0
-        process.synchronize(device)
+        process.synchronize(idle)
         for slot in idle:
             self._drop(slot)
         return len(idle)
 
     def _drop(self, slot: Slot) -> None:
-        """Release a slot and take it out of its lane or the free list. The device is synchronised."""
+        """Give a slot up and take it out of its lane or the free list."""
         if slot in self._free:
             self._free.remove(slot)
         for lanes in (self._lanes, self._captures):
@@ -677,8 +695,7 @@ class OutputPool:
                     kept = self._kept_by_trim()
                     unused = self._unused_since_trim()
                     # A result that another thread drops from here on counts as held: its work may not be done.
-                    for device in {slot.device for slot in [*kept, *(slot for lane in unused for slot in lane.slots)]}:
-                        process.synchronize(device)
+                    process.synchronize([*kept, *(slot for lane in unused for slot in lane.slots)])
                     freed = 0
                     for slot, rows in kept.items():
                         freed += slot.shrink(rows)
@@ -688,8 +705,11 @@ class OutputPool:
                         if lane in unused:
                             self._forget(self._lanes, key)  # first: a child forked in between must not find the slots
                             for slot in lane.slots:
-                                self._discard(slot)
+                                self._slots.remove(slot)
+                            process.retired.extend(lane.slots)
                         lane.acquires_at_trim = lane.acquires
+                    if unused:
+                        process.release_retired()
                     notes.append((logging.INFO, f"trim: gave back {freed} bytes"))
                     return freed
                 finally:
@@ -718,7 +738,8 @@ class OutputPool:
         Results of graphs may be held: their bytes are undefined until the next replay after ``wake()``.
 
         Raises:
-            BufpoolError: an eager result is live (the text says how many), or the pool sleeps or is closed.
+            BufpoolError: an eager result is live (the text says how many), another thread is in a call of a graph runner,
+                or the pool sleeps or is closed.
             CaptureError: something captures.
         """
         notes: list[_Note] = []
@@ -736,32 +757,49 @@ class OutputPool:
                     live = [slot for slot in ours if slot.is_live() and not slot.is_pinned()]
                     if live:
                         raise BufpoolError(f"sleep: expected no live result outside graphs, got {len(live)}")
+                    if self._runs:
+                        raise BufpoolError(f"sleep: expected no call of a graph runner under way, got {self._runs}")
                     fixed = [slot for slot in ours if not slot.is_stable and slot.is_pinned()]
                     if fixed:
                         raise BufpoolError(
                             f"sleep: expected graphs on address-stable arenas, got {len(fixed)} slots of kind 'torch'"
                         )
-                    for device in {slot.device for slot in ours if slot.mapped_bytes}:
-                        process.synchronize(device)
+                    process.synchronize(slot for slot in ours if slot.mapped_bytes)
                     freed = sum(slot.mapped_bytes for slot in ours)
                     asleep: list[Slot] = []
                     try:
                         for slot in ours:
                             asleep.append(slot)
                             slot.sleep()
+                        for slot in ours:
+                            if not slot.is_live():
+                                slot.readers = []
+                        self._is_asleep = True
                     except BaseException:
+                        self._is_asleep = True  # until all are back, which another error may prevent
                         for slot in asleep:
                             slot.wake()
+                        self._is_asleep = False
                         raise
-                    for slot in ours:
-                        slot.readers = []
-                    self._is_asleep = True
                     self._show_lanes()
                     notes.append((logging.INFO, f"sleep: gave back {freed} bytes"))
                 finally:
                     self._busy = False
         finally:
             _emit(notes)
+
+    @contextlib.contextmanager
+    def _kept_awake(self, name: str) -> Iterator[None]:
+        """Let no ``sleep`` begin while the caller launches a graph."""
+        with self._lock:
+            if self._is_asleep:
+                raise BufpoolError(f"{name}: expected a pool that is awake, got one that sleeps; call wake()")
+            self._runs += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._runs -= 1
 
     def wake(self) -> None:
         """Map after ``sleep()`` the same sizes at the same addresses. All or nothing.
@@ -976,15 +1014,9 @@ class OutputPool:
     def _note_peak(self) -> None:
         self._peak_bytes = max(self._peak_bytes, self._mapped_bytes(None))
 
-    def _capturing(self, device: torch.device) -> bool:
-        """Whether something captures on the device, as far as can be seen."""
-        if device.type != "cuda" or not driver.is_available():
-            return False
-        return driver.capturing_stream(device.index, process.capture_streams(device)) is not None
-
     def _refuse_capture(self, call: str) -> None:
-        for device in {slot.device for slot in self._slots if self._is_ours(slot)}:
-            if self._capturing(device):
+        for device in process.devices_at_work(filter(self._is_ours, self._slots)):
+            if process.is_capturing(device):
                 raise CaptureError(f"{call}: expected no graph capture on {device}, got one under way")
 
     @staticmethod
@@ -996,6 +1028,7 @@ class OutputPool:
         """In the child: a free lock, and no CUDA lanes."""
         self._lock = process.lock
         self._busy = False
+        self._runs = 0
         self._has_lost_cuda = process.has_lost_cuda or any(slot.device.type != "cpu" for slot in self._slots)
         self._free = [slot for slot in self._free if slot.device.type == "cpu"]
         for lanes in (self._lanes, self._captures):

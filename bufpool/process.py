@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from functools import cache
 from typing import Protocol
 
@@ -17,8 +18,10 @@ from .slot import Slot
 
 __all__ = [
     "capture_streams",
+    "devices_at_work",
     "forget_ended_captures",
     "has_lost_cuda",
+    "is_capturing",
     "lock",
     "note_capture",
     "pools",
@@ -48,12 +51,28 @@ _capture_streams: dict[torch.device, set[int]] = {}
 """Streams on which some pool was used inside a capture that may still be under way."""
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for all work of a device."""
-    if device.type == "cuda":
-        driver.synchronize(device.index)
-    elif device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
+def devices_at_work(slots: Iterable[Slot]) -> set[torch.device]:
+    """The devices whose work may use memory of these slots: their own, and those of declared readers."""
+    return {device for slot in slots for device in (slot.device, *(reader.device for reader in slot.readers))}
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether something captures on the device, as far as can be seen."""
+    if device.type != "cuda" or not driver.is_available():
+        return False
+    return driver.capturing_stream(device.index, capture_streams(device)) is not None
+
+
+def synchronize(slots: Iterable[Slot]) -> None:
+    """Wait for all work that may use memory of these slots.
+
+    Whoever gives memory back looks first who holds what, and waits then: what is dropped later may still be worked on.
+    """
+    for device in devices_at_work(slots):
+        if device.type == "cuda":
+            driver.synchronize(device.index)
+        elif device.type != "cpu":
+            getattr(torch, device.type).synchronize(device)
 
 
 def note_capture(device: torch.device, stream: int) -> None:
@@ -89,6 +108,15 @@ def release_retired() -> None:
 
 def _release_retired_now() -> None:
     idle: dict[torch.device, list[Slot]] = {}
+    try:
+        _release_those_idle(idle)
+    finally:
+        for slots in idle.values():
+            retired.extend(slots)
+
+
+def _release_those_idle(idle: dict[torch.device, list[Slot]]) -> None:
+    """Sort the retired slots that are idle into ``idle``, by device, and take each out as it is released."""
     for _ in range(len(retired)):
         slot = retired.popleft()
         if slot.device.type != "cpu" and slot.process_id != os.getpid():
@@ -98,20 +126,12 @@ def _release_retired_now() -> None:
             retired.append(slot)
         else:
             idle.setdefault(slot.device, []).append(slot)
-    for device, slots in idle.items():
-        if (
-            device.type == "cuda"
-            and driver.is_available()
-            and driver.capturing_stream(device.index, capture_streams(device)) is not None
-        ):
-            retired.extend(slots)
+    for slots in idle.values():
+        if any(is_capturing(one) for one in devices_at_work(slots)):
             continue
-        synchronize(device)
-        try:
-            while slots:
-                slots.pop().release()  # the one that fails is lost, the others wait
-        finally:
-            retired.extend(slots)
+        synchronize(slots)
+        while slots:
+            slots.pop().release()  # the one that fails is lost, the others wait
 
 
 @cache

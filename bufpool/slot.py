@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -200,8 +201,8 @@ class Slot:
         return bool(self.pins)
 
     def has_address(self, address: int) -> bool:
-        """Whether ``address`` lies in mapped memory of this slot."""
-        return any(arena.address <= address < arena.address + arena.mapped_bytes for arena in self.arenas)
+        """Whether ``address`` lies in the address range of this slot, also while that sleeps."""
+        return any(arena.address <= address < arena.address + arena.reserved_bytes for arena in self.arenas)
 
     # Growing and giving back
 
@@ -292,8 +293,9 @@ class Slot:
     def release(self) -> None:
         """Give everything back, addresses too. It must neither live nor be pinned."""
         self.handout.release()  # first: it refuses while a result lives
-        for arena in self.arenas:
-            arena.release()
+        with contextlib.ExitStack() as every:  # an arena that fails keeps no other one
+            for arena in self.arenas:
+                every.callback(arena.release)
         self.mapped_bytes = 0
         ADDRESS_BUDGET.give_back(self.granted_bytes)
         self.granted_bytes = 0

@@ -112,7 +112,7 @@ def test_a_call_after_one_on_a_stream_that_captures_is_refused(runner, monkeypat
     runner(**inputs_of(3))
     before = runner.stats()
     monkeypatch.setattr(runner, "_home", types.SimpleNamespace(type="cuda", index=0))
-    monkeypatch.setattr(runner, "_stream", types.SimpleNamespace(cuda_stream=7))
+    monkeypatch.setitem(runner._set.streams, 0, types.SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(graphs, "raw_stream", lambda index: 9)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=9))
     monkeypatch.setattr(driver, "is_available", lambda: True)
@@ -120,6 +120,60 @@ def test_a_call_after_one_on_a_stream_that_captures_is_refused(runner, monkeypat
     with pytest.raises(CaptureError, match="no graph capture on the stream of its last call"):
         runner._order()
     assert runner.stats() == before
+
+
+def test_runners_of_one_name_wait_for_each_other(pool, on_host, monkeypatch):
+    waits, now = [], [1]
+
+    class Stream:
+        def __init__(self):
+            self.cuda_stream = now[0]
+
+        def wait_stream(self, other):
+            waits.append((self.cuda_stream, other.cuda_stream))
+
+    runners = [GraphRunner(scale, INPUTS, (4,), pool=pool, name=name) for name in ("one", "one", "other")]
+    for runner in runners:
+        runner.capture("cpu")
+        monkeypatch.setattr(runner, "_home", types.SimpleNamespace(type="cuda", index=0))
+        monkeypatch.setattr(runner, "_static", {})
+    monkeypatch.setattr(graphs, "raw_stream", lambda index: now[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
+    monkeypatch.setattr(driver, "is_available", lambda: False)
+    for now[0], runner in ((1, runners[0]), (9, runners[1]), (9, runners[0]), (5, runners[2]), (1, runners[0])):
+        runner._order()
+    assert waits == [(9, 1), (1, 9)]
+    assert runners[0]._lock is runners[1]._lock is not runners[2]._lock
+
+
+def test_a_pool_cannot_fall_asleep_in_a_call(pool, on_host, monkeypatch):
+    runner = GraphRunner(scale, INPUTS, (4,), pool=pool)
+    runner.capture("cpu")
+    fill, refusals = runner._fill, []
+    monkeypatch.setattr(type(pool._slots[0]), "is_pinned", lambda slot: True)  # on the host no graph does
+
+    def sleep():
+        try:
+            pool.sleep()
+        except BufpoolError as error:
+            refusals.append(str(error))
+
+    def fill_while_another_thread_calls_sleep(*args):
+        thread = threading.Thread(target=sleep)
+        thread.start()
+        thread.join()
+        fill(*args)
+
+    monkeypatch.setattr(runner, "_fill", fill_while_another_thread_calls_sleep)
+    inputs = inputs_of(3)
+    assert equal(runner(**inputs), expected(inputs))
+    assert refusals == ["sleep: expected no call of a graph runner under way, got 1"]
+    sleep()
+    assert pool.is_asleep
+    assert len(refusals) == 1
+    with pytest.raises(BufpoolError, match="runner: expected a pool that is awake"):
+        runner(**inputs)
+    pool.wake()
 
 
 # Which bucket serves

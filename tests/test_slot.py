@@ -161,12 +161,13 @@ def test_sleep_gives_all_memory_back_and_wake_maps_as_much_again(make_slot, trip
     assert slot.handout.take(1000) is not None
 
 
-def test_an_address_belongs_to_a_slot_only_where_memory_is_mapped(make_slot, triple):
+def test_an_address_belongs_to_a_slot_in_all_of_its_range(make_slot, triple):
     slot = make_slot(triple)
     slot.grow(16)
     assert slot.has_address(slot.addresses[0])
     assert slot.has_address(slot.addresses[2] + PAGE - 1)
-    assert not slot.has_address(slot.addresses[0] + slot.arenas[0].mapped_bytes)
+    assert slot.has_address(slot.addresses[0] + slot.arenas[0].mapped_bytes)
+    assert not slot.has_address(slot.addresses[0] + slot.arenas[0].reserved_bytes)
     assert not slot.has_address(0)
 
 

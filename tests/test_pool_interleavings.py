@@ -1,0 +1,426 @@
+"""What other threads, finalizers, signals and errors may do between two steps of the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import linecache
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from bufpool import BufpoolError, OutputPool, OutputSpec, driver, handout, process
+from bufpool import slot as slot_module
+from bufpool.arena import ADDRESS_BUDGET, TorchArena
+from bufpool.errors import DriverError, WriteContractError
+from bufpool.lane import Lane
+from bufpool.place import Place
+
+ASK_DEVICE = driver.is_idle
+
+
+class Tick(BaseException):
+    """What a signal handler raises."""
+
+
+def addresses(outputs):
+    return tuple(tensor.data_ptr() for tensor in outputs)
+
+
+def reader(handle, index=0):
+    """A stream that was declared to read."""
+    return types.SimpleNamespace(cuda_stream=handle, device=torch.device("cuda", index))
+
+
+def interrupted_at(function, text, call):
+    """Call and raise in front of the first line of ``function`` that holds ``text``; what came out."""
+    code, done = function.__code__, []
+
+    def inside(frame, event, arg):
+        if event == "line" and not done and text in linecache.getline(code.co_filename, frame.f_lineno):
+            done.append(frame.f_lineno)
+            raise Tick
+        return inside
+
+    former = sys.gettrace()
+    sys.settrace(lambda frame, event, arg: inside if frame.f_code is code else None)
+    try:
+        call()
+    except BaseException as error:
+        return error
+    finally:
+        sys.settrace(former)
+    raise AssertionError(f"{function.__qualname__}: expected a line with {text}, got none")
+
+
+def variables(error):
+    """The variables of all frames in the traceback of an error."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield from trace.tb_frame.f_locals.items()
+        trace = trace.tb_next
+
+
+@pytest.fixture
+def acquire_in(make_pool, fake_cuda):
+    """A pool, and a function that acquires inside a capture, on a stream."""
+    pool = make_pool(max_slots=2)
+
+    def acquire(capture, stream, spec):
+        fake_cuda.capture, fake_cuda.stream = capture, stream
+        try:
+            return pool.acquire(spec, 10, fake_cuda.like(0))
+        finally:
+            fake_cuda.capture, fake_cuda.stream = None, 0
+
+    acquire.pool = pool
+    return acquire
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """On which streams events are recorded."""
+    recorded = []
+
+    class Event:
+        def record(self, stream):
+            recorded.append(stream.cuda_stream)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(wait_event=lambda event: None)
+    )
+    return recorded
+
+
+@pytest.fixture
+def streams(fake_cuda, monkeypatch):
+    """Streams that are busy or capture, behind the driver's own questions."""
+    state = types.SimpleNamespace(busy=set(), capturing=set())
+    bindings = types.SimpleNamespace(CUstream=int, cuStreamQuery=lambda stream: (600 if stream in state.busy else 0,))
+    monkeypatch.setattr(driver, "_bindings", lambda: bindings)
+    for scope in ("_current_context", "_relaxed"):
+        monkeypatch.setattr(driver, scope, lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(driver, "_streams_of_torch", lambda index: (11, 12, 64))
+    monkeypatch.setattr(driver, "is_idle", ASK_DEVICE)
+    monkeypatch.setattr(driver, "is_stream_idle", lambda index, stream: stream not in state.busy)
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: stream in state.capturing or fake_cuda.stream == stream != 0)
+    return state
+
+
+# Readers
+
+
+def test_a_slot_of_a_graph_that_is_gone_is_not_taken_behind_a_reader_that_captures(acquire_in, fake_cuda, spec, events):
+    former = addresses(acquire_in(1, 64, spec))
+    acquire_in.pool._slots[0].readers = [reader(77)]
+    fake_cuda.end_graph(1)
+    fake_cuda.capturing = 77
+    assert addresses(acquire_in.pool.acquire(spec, 10, fake_cuda.like(0))) != former
+    assert events == []  # an event there would pull this stream into the capture
+
+
+def test_a_capture_takes_no_free_slot_whose_reader_is_busy(acquire_in, fake_cuda, spec, events, streams):
+    former = addresses(acquire_in(1, 64, spec))
+    acquire_in.pool._slots[0].readers = [reader(999)]  # made outside torch
+    fake_cuda.end_graph(1)
+    streams.busy = {999}
+    assert addresses(acquire_in(2, 64, spec)) != former
+    streams.busy = set()
+    assert addresses(acquire_in(3, 64, spec)) == former
+
+
+@pytest.mark.parametrize("call", ["trim", "sleep", "close"])
+def test_a_reader_on_another_device_is_waited_for(make_pool, fake_cuda, spec, call):
+    pool = make_pool()
+    pool.acquire(spec, 10, fake_cuda.like(0))
+    pool._slots[0].readers = [reader(77, 1)]
+    fake_cuda.synchronized.clear()
+    getattr(pool, call)()
+    assert fake_cuda.drivers[0].mapped_bytes == 0
+    assert set(fake_cuda.synchronized) == {0, 1}
+
+
+@pytest.mark.parametrize("call", ["acquire", "reserve"])
+def test_an_arena_of_torch_moves_only_behind_its_readers(make_pool, spec, q, monkeypatch, call):
+    pool = make_pool(arena="torch")
+    pool.acquire(spec, 10, q)
+    pool._slots[0].readers = [reader(77)]
+    order, grow = [], TorchArena.grow
+
+    def wait(place, slot):
+        order.append("wait")
+        slot.readers = []
+
+    monkeypatch.setattr(Place, "wait_for_readers", wait)
+    monkeypatch.setattr(TorchArena, "grow", lambda arena, nbytes: (order.append("grow"), grow(arena, nbytes)))
+    getattr(pool, call)(spec, 10000, q)
+    assert order == ["wait", *["grow"] * len(spec)]
+
+
+@pytest.mark.parametrize("kind", ["post", "owner"])
+@pytest.mark.parametrize("is_current", [True, False])
+def test_a_reader_that_a_finalizer_declares_just_before_the_drop_counts(
+    make_pool, spec, q, monkeypatch, events, kind, is_current
+):
+    monkeypatch.setitem(handout._posts, "cpu", kind == "post")
+    pool = make_pool()
+    held = [pool.acquire(spec, 10, q)]
+    slot = pool._slots[0]
+    other = None if is_current else pool.acquire(spec, 10, q)
+    take, done = type(slot.handout).take.__code__, []
+
+    def collect(frame, event, arg):
+        handout_ = frame.f_locals.get("self") if frame.f_code is take else None
+        if handout_ is slot.handout and not done:
+            done.append(True)
+            slot.readers = [*slot.readers, reader(77)]  # record_stream(), which the host has no streams for
+            held.clear()
+
+    sys.settrace(collect)
+    try:
+        outputs = pool.acquire(spec, 10, q)
+    finally:
+        sys.settrace(None)
+    assert done
+    assert addresses(outputs) != slot.addresses or events == [77]
+    del other
+    assert pool.stats().acquires == 2 + (not is_current)
+
+
+def test_sleep_keeps_the_readers_of_results_that_are_held(acquire_in, spec):
+    held = acquire_in(1, 64, spec)
+    slot = acquire_in.pool._slots[0]
+    slot.readers = [reader(77)]
+    acquire_in.pool.sleep()
+    acquire_in.pool.wake()
+    assert len(slot.readers) == 1
+    del held
+    acquire_in.pool.sleep()
+    assert slot.readers == []
+
+
+# Graphs
+
+
+def test_work_on_a_stream_made_outside_torch_is_waited_for(acquire_in, fake_cuda, spec, streams):
+    former = addresses(acquire_in(1, 64, spec))
+    streams.busy = {999}  # a replay there
+    fake_cuda.end_graph(1)
+    fake_cuda.synchronized.clear()
+    assert addresses(acquire_in.pool.acquire(spec, 10, fake_cuda.like(0))) == former
+    assert fake_cuda.synchronized == [0]
+
+
+def test_a_stream_that_captures_may_have_work_from_before(acquire_in, fake_cuda, spec, streams):
+    former = addresses(acquire_in(1, 64, spec))
+    fake_cuda.end_graph(1)
+    streams.busy = streams.capturing = {11}  # CUDAGraph.capture_begin() waits for nothing
+    fake_cuda.capturing = 11
+    assert addresses(acquire_in.pool.acquire(spec, 10, fake_cuda.like(0))) != former
+
+
+def test_threads_in_one_shared_capture_are_branches_of_their_own(acquire_in, spec):
+    found = []
+
+    def branch(capture, stream):
+        with acquire_in.pool.shared_capture("set"):
+            found.append(addresses(acquire_in(capture, stream, spec)))
+
+    for stream in (64, 65):
+        thread = threading.Thread(target=branch, args=(1, stream))
+        thread.start()
+        thread.join()
+    assert found[0] != found[1]
+    branch(2, 70)
+    branch(2, 71)
+    assert found[2:] == found[:2]
+
+
+def test_captures_in_turn_keep_their_branches(acquire_in, spec):
+    found = []
+    for capture, stream in ((1, 64), (2, 70), (1, 65), (2, 71), (1, 64)):
+        with acquire_in.pool.shared_capture("set"):
+            found.append(addresses(acquire_in(capture, stream, spec)))
+    assert found[0] == found[1] == found[4] != found[2] == found[3]
+
+
+def test_a_slot_that_a_failed_call_left_in_a_graph_waits_for_its_replays(acquire_in, fake_cuda, spec, monkeypatch):
+    take, kept = handout.OwnerHandout.take, []
+
+    def take_and_be_interrupted(self, rows):
+        kept.append(take(self, rows))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(handout.OwnerHandout, "take", take_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            acquire_in(1, 64, spec)
+    former = addresses(kept.pop())
+    fake_cuda.end_graph(1)
+    fake_cuda.synchronized.clear()
+    assert addresses(acquire_in.pool.acquire(spec, 10, fake_cuda.like(0))) == former
+    assert fake_cuda.synchronized == [0]
+
+
+def test_a_reader_can_be_declared_while_the_pool_sleeps(acquire_in, spec, monkeypatch):
+    class Stream:
+        cuda_stream = 77
+        device = torch.device("cuda", 0)
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+        def record_stream(self, stream):
+            raise AssertionError("passed on to torch, which does nothing for memory that is not its own")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    held = acquire_in(1, 64, spec)
+    acquire_in.pool.sleep()
+    acquire_in.pool.record_stream(held[0].as_subclass(OnCuda), Stream())
+    acquire_in.pool.wake()
+    assert [reader.cuda_stream for reader in acquire_in.pool._slots[0].readers] == [77]
+
+
+# Errors and interrupts
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, DriverError("synchronize: broken")])
+def test_what_a_broken_wait_leaves_of_a_closed_pool_comes_back_later(make_pool, fake_cuda, spec, monkeypatch, error):
+    pool = make_pool()
+    for index in (0, 1):
+        pool.acquire(spec, 10, fake_cuda.like(index))
+
+    def broken(index):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "synchronize", broken)
+        with pytest.raises((KeyboardInterrupt, DriverError)):
+            pool.close()
+    assert all(fake.mapped_bytes for fake in fake_cuda.drivers[:2])
+    process.release_retired()
+    assert all(fake.is_clean for fake in fake_cuda.drivers)
+
+
+def test_a_release_that_fails_loses_one_address_range_and_nothing_else(make_pool, fake_cuda, spec):
+    pool = make_pool()
+    for index in (0, 1):
+        pool.acquire(spec, 10, fake_cuda.like(index))
+    first, second = fake_cuda.drivers[:2]
+    failing = [fake for fake in (first, second) if fake.fail_after(len(spec)) is None]  # the first unmappings succeed
+    with pytest.raises(DriverError):
+        pool.close()
+    for fake in failing:
+        fake.fail_at = None
+    process.release_retired()
+    assert first.mapped_bytes == second.mapped_bytes == 0
+    assert len(first.reservations) + len(second.reservations) == 1
+    for fake in failing:
+        fake.reservations.clear()
+
+
+@pytest.mark.parametrize("kind", ["post", "owner"])
+def test_an_interrupt_behind_a_new_result_takes_no_memory_from_whoever_keeps_it(
+    make_pool, fake_cuda, spec, monkeypatch, kind
+):
+    if kind == "post":
+        monkeypatch.setitem(handout._posts, "cpu", True)
+        monkeypatch.setattr(
+            slot_module,
+            "make_handout",
+            lambda spec, device, places, address: handout.PostHandout(spec, torch.device("cpu"), places),
+        )
+    kept = []
+    pool = make_pool()
+    call = OutputPool._serve
+    error = interrupted_at(call, "assert outputs is not None", lambda: pool.acquire(spec, 3, fake_cuda.like(0)))
+    assert type(error) is Tick
+    kept = [value for name, value in variables(error) if name == "outputs" and value is not None]
+    assert all(fake_cuda.is_usable(tensor) for outputs in kept for tensor in outputs)
+    assert pool.stats().mapped_bytes == fake_cuda.drivers[0].mapped_bytes
+
+
+@pytest.mark.parametrize("line", ["for slot in ours:", "slot.readers = []", "self._is_asleep = True"])
+def test_an_interrupt_while_a_pool_falls_asleep_leaves_graphs_mapped(acquire_in, fake_cuda, spec, line):
+    held = acquire_in(1, 64, spec)
+    del held
+    assert type(interrupted_at(OutputPool.sleep, line, acquire_in.pool.sleep)) is Tick
+    assert fake_cuda.drivers[0].mapped_bytes > 0
+    assert not acquire_in.pool.is_asleep
+    acquire_in.pool.sleep()
+    acquire_in.pool.wake()
+
+
+def test_a_sleep_that_fails_and_cannot_be_undone_leaves_a_pool_that_wakes_later(acquire_in, fake_cuda, spec, monkeypatch):
+    pool, fake = acquire_in.pool, fake_cuda.drivers[0]
+    held = acquire_in(1, 64, spec)
+    pool.acquire(OutputSpec(other=((4096,), torch.float32)), 100, fake_cuda.like(0))
+    unmap, done = fake.unmap, []
+
+    def unmap_until_another_process_takes_the_memory(address, nbytes):
+        done.append(address)
+        if len(done) == len(spec) + 1:
+            fake.memory_bytes = 0
+            raise DriverError("unmap: broken")
+        unmap(address, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "unmap", unmap_until_another_process_takes_the_memory)
+        with pytest.raises(DriverError):
+            pool.sleep()
+    assert pool.is_asleep
+    with pytest.raises(BufpoolError, match="awake"):
+        pool.acquire(spec, 1, fake_cuda.like(0))
+    fake.memory_bytes = fake.device_bytes
+    pool.wake()
+    assert all(fake_cuda.is_usable(tensor) for tensor in held)
+
+
+def test_a_trim_that_fails_at_an_unused_lane_leaves_its_other_slots_to_the_next_call(make_pool, fake_cuda, spec):
+    pool, fake = make_pool(), fake_cuda.drivers[0]
+    held = [pool.acquire(spec, 10, fake_cuda.like(0)) for _ in range(3)]
+    held.clear()
+    pool.trim()
+    fake.fail_after(1)
+    with pytest.raises(DriverError):
+        pool.trim()
+    fake.fail_at = None
+    pool.trim()
+    assert pool._slots == []
+    assert not process.retired
+    assert len(fake.reservations) == 1  # whose release failed
+    fake.reservations.clear()
+
+
+def test_a_lane_that_is_dropped_to_make_room_does_not_keep_the_new_slot(make_pool, fake_cuda, spec, monkeypatch):
+    pool = make_pool()
+    held = [pool.acquire(spec, 10, fake_cuda.like(0))]
+    monkeypatch.setattr(ADDRESS_BUDGET, "total", ADDRESS_BUDGET.taken)
+    release_idle = pool._release_idle
+
+    def release_what_another_thread_drops(device):
+        held.clear()
+        return release_idle(device)
+
+    monkeypatch.setattr(pool, "_release_idle", release_what_another_thread_drops)
+    outputs = pool.acquire(spec, 10, fake_cuda.like(0))
+    assert [slot for lane in pool._lanes.values() for slot in lane.slots] == pool._slots
+    assert pool._slots[0].addresses == addresses(outputs)
+    assert isinstance(next(iter(pool._lanes.values())), Lane)
+
+
+def test_the_error_of_an_overrun_keeps_no_memory(spec, q, monkeypatch):
+    monkeypatch.setenv("BUFPOOL_DEBUG", "guard")
+    pool = OutputPool()
+    outputs = pool.acquire(spec, 4, q)
+    ctypes.memset(outputs[0].data_ptr() + outputs[0].nbytes, 1, 8)
+    del outputs
+    with pytest.raises(WriteContractError) as caught:
+        pool.acquire(spec, 4, q)
+    kept = [value for _, value in variables(caught.value) if isinstance(value, torch.Tensor) and value is not q]
+    assert kept == []
+    pool.close()
