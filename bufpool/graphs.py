@@ -36,11 +36,13 @@ from .errors import BufpoolError, CaptureError, DeviceMismatchError, OutputMisma
 from .pool import OutputPool, default_pool
 from .spec import OutputSpec, row_count
 from .torch_state import (
+    PER_THREAD_STREAM,
     current_device,
     has_no_memory,
     is_current_stream_capturing,
     is_tracing,
     normal_mode,
+    present_device,
     raw_stream,
     tracing_mode,
 )
@@ -50,7 +52,6 @@ __all__ = ["BucketStats", "GraphRunner", "RunnerStats"]
 _logger = logging.getLogger("bufpool")
 _fresh = FreshAllocator()
 _numbers = itertools.count(1)
-_PER_THREAD_STREAM = 2
 _RESERVED_NAMES = ("allocator", "fresh")
 
 
@@ -202,10 +203,9 @@ class GraphRunner:
             CaptureError: the current stream captures.
             PoolLimitError: no memory. Nothing stays captured after an error, whichever it is.
             OutputMismatchError, TypeError: ``fn`` returned something else than tensors with the rows of its inputs.
+            ValueError: ``like`` is a device that is not here.
         """
-        device = torch.device(like) if isinstance(like, (str, torch.device)) else home_device(like)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = present_device("like", like) if isinstance(like, (str, torch.device)) else home_device(like)
         with self._entered(), torch.no_grad():
             self._settle(device, "like")
 
@@ -359,7 +359,7 @@ class GraphRunner:
         if self._home.type != "cuda":
             return
         handle = raw_stream(self._home.index)
-        if handle == _PER_THREAD_STREAM:
+        if handle == PER_THREAD_STREAM:
             raise BufpoolError("runner: expected a stream that is the same in all threads, got the per-thread default one")
         last = self._set.streams.get(self._home.index)
         if last is None or last.cuda_stream != handle:

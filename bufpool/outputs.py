@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from .errors import DeviceMismatchError, OutputMismatchError
-from .torch_state import has_no_memory
+from .torch_state import has_no_memory, parse_device, present_device
 
 __all__ = ["check_distinct", "check_output"]
 
@@ -31,7 +31,7 @@ def check_output(
         ``t`` itself.
 
     Raises:
-        TypeError: ``t`` is not a tensor.
+        TypeError, ValueError: ``t`` is not a tensor, or ``shape`` or ``device`` is none.
         DeviceMismatchError: ``t`` lives on another device.
         OutputMismatchError: another dtype or shape, not contiguous, or it requires grad.
     """
@@ -46,8 +46,10 @@ def check_output(
         raise OutputMismatchError(f"{name}: expected dtype {dtype}, got {t.dtype}")
     if t.layout is not torch.strided:
         raise OutputMismatchError(f"{name}: expected a dense tensor, got layout {t.layout}")
-    if t.shape != shape and tuple(t.shape) != tuple(shape):
-        raise OutputMismatchError(f"{name}: expected shape {list(shape)}, got {list(t.shape)}")
+    if t.shape != shape:
+        wanted_shape = _plain_shape(shape)
+        if tuple(t.shape) != wanted_shape:
+            raise OutputMismatchError(f"{name}: expected shape {list(wanted_shape)}, got {list(t.shape)}")
     if not t.is_contiguous():
         raise OutputMismatchError(
             f"{name}: expected a contiguous tensor of shape {list(t.shape)}, got strides {list(t.stride())}"
@@ -100,10 +102,17 @@ def check_distinct(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, tor
                     _overlap(other, other_start, other_end, name, start, end)
 
 
+def _plain_shape(shape: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(shape)
+    except TypeError:
+        raise TypeError(f"shape: expected integers, got {shape!r}") from None
+
+
 def _plain_device(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
+    device = parse_device("device", device)
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+        return present_device("device", device)
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
     return device

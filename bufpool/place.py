@@ -13,11 +13,10 @@ from .errors import CaptureError
 from .lane import LaneKey
 from .slot import Slot
 from .spec import OutputSpec
-from .torch_state import is_current_stream_capturing, raw_stream
+from .torch_state import PER_THREAD_STREAM, is_current_stream_capturing, raw_stream
 
-__all__ = ["PER_THREAD_STREAM", "Place", "SharedCaptures"]
+__all__ = ["Place", "SharedCaptures"]
 
-PER_THREAD_STREAM = 2
 _LEGACY_STREAM = 1  # another handle of the legacy default stream 0
 
 _thread_tokens = itertools.count(1)

@@ -33,11 +33,12 @@ from .debug import Debug
 from .errors import BufpoolError, CaptureError, PoolLimitError
 from .lane import Lane
 from .pin import Pin
-from .place import PER_THREAD_STREAM, Place, SharedCaptures
+from .place import Place, SharedCaptures
 from .slot import Slot
 from .spec import OutputSpec, row_count
 from .stats import LaneStats, PoolStats
 from .torch_state import (
+    PER_THREAD_STREAM,
     current_device,
     dispatch_depth,
     has_no_memory,
@@ -47,6 +48,7 @@ from .torch_state import (
     is_pre_dispatch_tracing,
     is_tracing,
     normal_mode,
+    present_device,
     raw_stream,
     tracing_mode,
     transform_level,
@@ -332,7 +334,7 @@ class OutputPool:
             raise TypeError(f"spec: expected an OutputSpec, got {spec!r}")
         rows = row_count(rows)
         if isinstance(like, (str, torch.device)):
-            device = _device_of(like)
+            device = present_device("like", like)
             is_without_memory = device.type == "meta"
         else:
             device = home_device(like)
@@ -830,6 +832,8 @@ class OutputPool:
                         self._is_asleep = False
                         self._show_lanes()
                         self._note_peak()
+                        for lane in [*self._lanes.values(), *self._captures.values()]:
+                            lane.peak_mapped_bytes = max(lane.peak_mapped_bytes, lane.mapped_bytes)
                         notes.append((logging.INFO, f"wake: mapped {sum(slot.mapped_bytes for slot in woken)} bytes again"))
                         return
                     finally:
@@ -1077,22 +1081,6 @@ def _first_of(like: Any) -> torch.Tensor | None:
         elif tensor.get_device() != first.get_device() or tensor.is_cpu is not first.is_cpu:
             return None
     return first
-
-
-def _device_of(like: str | torch.device) -> torch.device:
-    """``like`` as a device that is there."""
-    try:
-        device = torch.device(like)
-    except RuntimeError as e:
-        raise ValueError(f"like: expected a device, got {like!r}") from e
-    if device.type == "cuda":
-        try:
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-        except (AssertionError, RuntimeError) as e:
-            raise ValueError(f"like: expected a device that is here, got {device} ({e})") from e
-        if device.index is not None and device.index >= torch.cuda.device_count():
-            raise ValueError(f"like: expected one of {torch.cuda.device_count()} CUDA devices, got {device}")
-    return device
 
 
 def _call_site() -> str:

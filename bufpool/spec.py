@@ -202,7 +202,7 @@ def row_count(rows: Any) -> int:
         ValueError: below 0.
     """
     if type(rows) is not int:
-        if isinstance(rows, (bool, torch.Tensor)) or type(rows).__name__ == "bool_":
+        if isinstance(rows, (bool, torch.Tensor)):
             raise TypeError(f"rows: expected an integer >= 0, got {rows!r}")
         try:
             rows = operator.index(rows)

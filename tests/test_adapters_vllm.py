@@ -10,7 +10,7 @@ import re
 import pytest
 import torch
 
-from bufpool import CaptureError, OutputMismatchError, PoolLimitError
+from bufpool import BufpoolError, CaptureError, OutputMismatchError, PoolLimitError
 from bufpool.adapters.vllm import WorkspaceManager, use_workspace_lane
 
 E4M3 = torch.float8_e4m3fn
@@ -155,10 +155,10 @@ def test_lanes_nest_and_end():
 
 def test_places_out_of_range(pool):
     manager = WorkspaceManager("cpu", pool=pool, current_ubatch=lambda: 1)
-    with pytest.raises(RuntimeError, match="expected a ubatch below 1 and a lane below 1, got ubatch 1, lane 0"):
+    with pytest.raises(BufpoolError, match="expected a ubatch below 1 and a lane below 1, got ubatch 1, lane 0"):
         manager.get_simultaneous(((8,), torch.float32))
     manager = WorkspaceManager("cpu", pool=pool)
-    with use_workspace_lane(1), pytest.raises(RuntimeError, match="got ubatch 0, lane 1"):
+    with use_workspace_lane(1), pytest.raises(BufpoolError, match="got ubatch 0, lane 1"):
         manager.get_persistent("key", (8,), torch.float32)
     with pytest.raises(ValueError, match="lane: expected an integer >= 0, got -1"), use_workspace_lane(-1):
         pass

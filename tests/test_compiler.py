@@ -280,4 +280,6 @@ class TestNvrtc:
 
 
 def test_key_is_json_of_plain_values():
-    json.dumps(compiler._versions())
+    versions = compiler._versions()
+    plain = {name: list(version) if isinstance(version, tuple) else version for name, version in versions.items()}
+    assert json.loads(json.dumps(versions)) == plain

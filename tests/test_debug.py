@@ -268,7 +268,12 @@ def test_what_stays_inside_is_not_reported(debug_pool, spec, q):
             tensor.fill_(7)
         held.append(result)
         del held[:-2], result, tensor
-    pool.acquire(spec, 1, q)
+    held.clear()
+    result = pool.acquire(spec, 1, q)
+    ctypes.memset(result[0].data_ptr() + result[0].nbytes, 1, 8)
+    del result
+    with pytest.raises(WriteContractError):  # it did look
+        pool.acquire(spec, 1, q)
 
 
 @pytest.mark.parametrize("arena", ["auto", "torch"])

@@ -176,6 +176,12 @@ def test_a_pool_cannot_fall_asleep_in_a_call(pool, on_host, monkeypatch):
     pool.wake()
 
 
+@pytest.mark.parametrize("like", ["nonsense", *([] if torch.cuda.is_available() else ["cuda"])])
+def test_a_device_that_is_not_there_is_a_value_error(runner, like):
+    with pytest.raises(ValueError, match="like: expected a device"):
+        runner.capture(like)
+
+
 # Which bucket serves
 
 

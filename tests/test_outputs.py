@@ -179,3 +179,22 @@ def test_cuda_without_an_index_is_the_current_device():
         check(torch.empty(3, 4), device="cuda")
     with pytest.raises(OutputMismatchError, match="got 4 bytes shared"):
         overlap(a=t.view(-1)[:4], b=t.view(-1)[3:])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"device": "nonsense"}, ValueError, "device: expected a device, got 'nonsense'"),
+        ({"device": 1.5}, TypeError, "device: expected a device, got 1.5"),
+        ({"shape": 1}, TypeError, "shape: expected integers, got 1"),
+    ],
+)
+def test_a_wrong_question_says_what_was_wanted(wrong, error, text):
+    with pytest.raises(error, match=text):
+        check_output(torch.empty(2, 3), "out", **{"shape": (2, 3), "dtype": torch.float32, "device": "cpu", **wrong})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without CUDA")
+def test_cuda_that_is_not_here_is_a_value_error():
+    with pytest.raises(ValueError, match="device: expected a device that is here, got cuda"):
+        check_output(torch.empty(2), "out", shape=(2,), dtype=torch.float32, device="cuda")

@@ -598,6 +598,14 @@ def test_reserve_grows_the_slot_of_a_lane_in_place(pool, spec, q):
     assert pool.stats().hits == 1
 
 
+def test_reserve_counts_for_the_peak_of_the_lane_whose_slot_it_grows(pool, spec, q):
+    pool.acquire(spec, 10, q)
+    pool.reserve(spec, 10_000, q)
+    (lane,) = pool.stats().lanes
+    assert lane.peak_mapped_bytes == lane.mapped_bytes == pool.stats().mapped_bytes
+    assert lane.grows == 2
+
+
 def test_reserve_beside_a_held_result_prepares_another_slot(pool, spec, q):
     held = pool.acquire(spec, 10, q)
     fill(held, 5)
@@ -640,6 +648,16 @@ def test_trim_keeps_a_view_whose_result_is_gone(pool, page_spec, q):
     view.fill_(5)
     pool.trim()
     assert bool((view == 5).all())
+
+
+def test_a_dropped_lane_leaves_its_counts(pool, spec, q):
+    held = pool.acquire(spec, 10, q)
+    pool.acquire(spec, 10, q)
+    del held
+    pool.trim()
+    pool.trim()
+    stats = pool.stats()
+    assert (stats.lanes, stats.acquires, stats.grows, stats.rotations) == ((), 2, 2, 1)
 
 
 def test_trim_drops_a_lane_that_nobody_used_since_the_last_one(pool, spec, page_spec, q):
@@ -762,6 +780,16 @@ def test_spilled_results_do_not_keep_a_pool_awake(make_pool, spec, q):
     pool.sleep()
     assert holds(spilled, 6)
     pool.wake()
+
+
+def test_the_peak_counts_again_after_wake(pool, spec, q):
+    pool.acquire(spec, 100, q)
+    mapped = pool.stats().mapped_bytes
+    pool.sleep()
+    pool.reset_peak_stats()
+    assert pool.stats().peak_mapped_bytes == pool.stats().lanes[0].peak_mapped_bytes == 0
+    pool.wake()
+    assert pool.stats().peak_mapped_bytes == pool.stats().lanes[0].peak_mapped_bytes == mapped
 
 
 # close
@@ -1284,6 +1312,19 @@ def test_captures_have_lanes_of_their_own(graph_pool, fake_cuda, spec):
     base.add(addresses(pool.acquire(spec, 10, fake_cuda.like(0))))
     assert len(base) == 4
     assert pool.stats().pinned_slots == 2
+
+
+def test_of_what_graphs_leave_the_slot_that_fits_best_serves(graph_pool, granule_spec, fake_cuda):
+    pool, acquire_in = graph_pool
+    small, middle, large = (addresses(acquire_in(number, granule_spec, 10 * number)) for number in (1, 2, 3))
+    for number in (3, 1, 2):
+        fake_cuda.end_graph(number)
+    fits = pool.acquire(granule_spec, 15, fake_cuda.like(0))
+    fake_cuda.stream = 64
+    grows = pool.acquire(granule_spec, 40, fake_cuda.like(0))
+    assert (addresses(fits), addresses(grows)) == (middle, large)
+    fake_cuda.stream = 65
+    assert addresses(pool.acquire(granule_spec, 1, fake_cuda.like(0))) == small
 
 
 def test_max_slots_does_not_count_in_a_capture(graph_pool, fake_cuda, spec):

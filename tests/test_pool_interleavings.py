@@ -248,6 +248,18 @@ def test_captures_in_turn_keep_their_branches(acquire_in, spec):
     assert found[0] == found[1] == found[4] != found[2] == found[3]
 
 
+def test_a_shared_capture_inside_another_one_ends_with_itself(acquire_in, spec):
+    pool, found = acquire_in.pool, []
+    with pool.shared_capture("outer"):
+        found.append(addresses(acquire_in(1, 64, spec)))
+        with pool.shared_capture("inner"):
+            found.append(addresses(acquire_in(2, 64, spec)))
+        found.append(addresses(acquire_in(3, 64, spec)))
+    found.append(addresses(acquire_in(4, 64, spec)))
+    assert found[0] == found[2]
+    assert len(set(found)) == 3
+
+
 def test_a_slot_that_a_failed_call_left_in_a_graph_waits_for_its_replays(acquire_in, fake_cuda, spec, monkeypatch):
     take, kept = handout.OwnerHandout.take, []
 

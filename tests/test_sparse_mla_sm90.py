@@ -328,6 +328,24 @@ def test_asking_for_keys_early_changes_no_bit(
         assert torch.equal(without.view(torch.uint8), with_it.view(torch.uint8))
 
 
+def test_a_call_inside_another_one_of_the_same_shape_changes_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer, inner = make(576, 128, 300, 20, 1000), make(576, 128, 300, 20, 1000, seed=7)
+    wanted = [run(x) for x in (outer, inner)]
+    ask_stream, inside = sparse_mla_sm90.raw_stream, []
+
+    def run_inner(device: int) -> int:  # as a finalizer may, before the launch
+        monkeypatch.setattr(sparse_mla_sm90, "raw_stream", ask_stream)
+        inside.append(run(inner))
+        return ask_stream(device)
+
+    monkeypatch.setattr(sparse_mla_sm90, "raw_stream", run_inner)
+    found = [run(outer), *inside]
+    for want, have in zip(wanted, found, strict=True):
+        for one, other in zip(want, have, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    assert all(len(plan.launches) <= 2 for plan in sparse_mla_sm90._plans.by_shape.values())
+
+
 def test_keys_are_asked_for_early_where_they_do_not_fit_in_half_of_l2() -> None:
     assert not sparse_mla_sm90._prefetches_keys(512, 32768 * 512, 60 * 2**20)
     assert sparse_mla_sm90._prefetches_keys(512, 65536 * 512, 60 * 2**20)

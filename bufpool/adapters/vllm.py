@@ -30,9 +30,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError, OutputMismatchError
+from ..errors import BufpoolError, CaptureError, OutputMismatchError
 from ..pool import OutputPool, default_pool
 from ..spec import OutputSpec
+from ..torch_state import parse_device
 
 __all__ = ["WorkspaceManager", "use_workspace_lane"]
 
@@ -96,7 +97,7 @@ class WorkspaceManager:
         for name, number in (("num_ubatches", num_ubatches), ("num_lanes", num_lanes)):
             if number < 1:
                 raise ValueError(f"{name}: expected an integer >= 1, got {number}")
-        self._device = torch.device(device)
+        self._device = parse_device("device", device)
         self._num_ubatches = num_ubatches
         self._num_lanes = num_lanes
         self._alloc_context = alloc_context
@@ -123,7 +124,7 @@ class WorkspaceManager:
             Contiguous tensors, each starting at a multiple of 256 bytes; how long they are valid: Note [What stays valid].
 
         Raises:
-            RuntimeError: the current ubatch or lane is not one of this manager's.
+            BufpoolError: the current ubatch or lane is not one of this manager's.
             PoolLimitError: no memory.
         """
         place = self._place()
@@ -166,7 +167,7 @@ class WorkspaceManager:
         Raises:
             OutputMismatchError: an earlier call with this key had another shape or dtype.
             CaptureError: it would have to be allocated inside a capture.
-            RuntimeError: the current ubatch or lane is not one of this manager's.
+            BufpoolError: the current ubatch or lane is not one of this manager's.
         """
         place = self._place()
         buffer = self._persistent.get((*place, key))
@@ -198,7 +199,7 @@ class WorkspaceManager:
     def _place(self) -> tuple[int, int]:
         place = (0 if self._current_ubatch is None else self._current_ubatch()), _lane.get()
         if place not in self._specs:
-            raise RuntimeError(
+            raise BufpoolError(
                 f"workspace: expected a ubatch below {self._num_ubatches} and a lane below {self._num_lanes},"
                 f" got ubatch {place[0]}, lane {place[1]}"
             )

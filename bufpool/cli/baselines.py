@@ -34,8 +34,3 @@ class GrowOnlyAllocator:
             ]
             self._buffers[spec.key, device] = buffers
         return spec.outputs_type(*[buffer[:rows] for buffer in buffers])
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the buffers now kept."""
-        return sum(tensor.nbytes for buffers in self._buffers.values() for tensor in buffers)

@@ -3,8 +3,8 @@
 The kernel takes one struct by value. ``Launch`` owns the driver's launch configuration and the struct's bytes; a call
 writes the changed fields and the stream, and calls ``cuLaunchKernelEx``.
 
-*Concurrency*: the driver copies the struct before the call returns, but a ``Launch`` is one buffer: use it from one
-thread at a time.
+*Concurrency*: the driver copies the struct before the call returns, but a ``Launch`` is one buffer: use it in one call at
+a time, finalizers counted.
 """
 
 from __future__ import annotations

@@ -161,7 +161,9 @@ def launch(
     if isinstance(kv_scale, torch.Tensor):
         kv_scale_at, kv_scale = kv_scale.data_ptr(), 1.0
     items = s_q * plan.head_groups
-    launch = plan.launch
+    # One buffer a call: a finalizer may launch the same shape between here and the end.
+    launches = plan.launches
+    launch = launches.pop() if launches else plan.new_launch()
     _pack_changing(
         launch.params,
         0,
@@ -186,6 +188,7 @@ def launch(
     else:
         with torch.cuda.device(device):
             launch(grid, raw_stream(device))
+    launches.append(launch)
 
 
 def _prefetches_keys(d_qk: int, kv_bytes: int, l2_bytes: int) -> bool:
@@ -205,7 +208,7 @@ class _Plan:
         OutputMismatchError: the row stride of kv is 2^32 bytes or more.
     """
 
-    __slots__ = ("head_groups", "launch", "sms")
+    __slots__ = ("_device", "_fixed", "_kernel", "head_groups", "launches", "sms")
 
     def __init__(
         self,
@@ -223,11 +226,8 @@ class _Plan:
         self.head_groups = -(-h_q // HEADS)
         properties = torch.cuda.get_device_properties(device)
         self.sms = properties.multi_processor_count
-        with torch.cuda.device(device):
-            self.launch = Launch(load_kernel(VARIANTS[d_qk], ARCH), device, _PARAMS_BYTES)
-        _FIXED.pack_into(
-            self.launch.params,
-            _CHANGING.size,
+        self._device = device
+        self._fixed = (
             q_strides[0],
             q_strides[1],
             indices_row,
@@ -240,3 +240,14 @@ class _Plan:
             self.sms % self.head_groups * HEADS,
             _prefetches_keys(d_qk, s_kv * d_qk, properties.L2_cache_size),
         )
+        with torch.cuda.device(device):
+            self._kernel = load_kernel(VARIANTS[d_qk], ARCH)
+        self.launches = [self.new_launch()]
+        """Those that no call is using; nearly always one."""
+
+    def new_launch(self) -> Launch:
+        """One more buffer with the fields that the shape fixes."""
+        with torch.cuda.device(self._device):
+            launch = Launch(self._kernel, self._device, _PARAMS_BYTES)
+        _FIXED.pack_into(launch.params, _CHANGING.size, *self._fixed)
+        return launch
