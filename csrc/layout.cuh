@@ -1,6 +1,7 @@
 // Where each element lives: swizzled tiles in shared memory, their wgmma descriptors, and fragment maps. constexpr only.
 //
-// A row of K (or Q) is D_QK e4m3 bytes. 64 rows (tokens of a block, or heads of a group) make one stage:
+// A row of K (or Q) is D_QK e4m3 bytes. 64 rows (tokens of a block, or heads of a group) make one stage. That of Q may lack its
+// first tiles (sparse_mla_plan.cuh):
 //
 //     columns   0..127    128..255    256..383    384..511    512..575 (d_qk 576 only)
 //     tile      wide 0    wide 1      wide 2      wide 3      tail

@@ -77,7 +77,7 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
 
 // -------------------------------------------------------------------------------------------------------- global memory
 
-// An L2 policy that evicts what it marks first. [createpolicy] For Q, which is read once.
+// An L2 policy that evicts what it marks first. [createpolicy] For what is copied of Q, which is read once.
 __device__ __forceinline__ u64 createpolicy_evict_first() {
     u64 policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;\n" : "=l"(policy));

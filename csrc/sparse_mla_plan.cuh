@@ -66,7 +66,7 @@ constexpr float SMALLEST_SCALE = 1.1754944e-38f;
 //
 // | barrier        | arrivals              | who arrives  | who waits    | meaning                                       |
 // |----------------|-----------------------|--------------|--------------|-----------------------------------------------|
-// | query_full     | 128 threads           | loader       | scorer       | Q of item t is in shared memory               |
+// | query_full     | 128 threads           | loader       | scorer       | the loader's part of Q of item t is there     |
 // | query_empty    | 4 warps               | scorer       | loader       | the last QK of item t is done                 |
 // | key_full[n]    | 128 threads + 4 warps | loader       | scorer       | K of block n and its valid places are there   |
 // | factor_full[m] | 4 warps               | scorer       | accumulators | factors and flags of pair m are there         |
@@ -106,7 +106,9 @@ constexpr int SM90_SHARED_BYTES = 232448;
 static_assert(sizeof(SharedPlan<576>) <= SM90_SHARED_BYTES, "shared memory: more than a CTA may have");
 static_assert(sizeof(SharedPlan<512>) <= SM90_SHARED_BYTES, "shared memory: more than a CTA may have");
 static_assert(sizeof(SharedPlan<BUFPOOL_D_QK>) == BUFPOOL_SHARED_BYTES, "shared memory: not what the launch gives");
-static_assert(layout::Stage<576>::BYTES % 1024 == 0 && layout::Stage<512>::BYTES % 1024 == 0, "stages: 1024-byte aligned");
+static_assert(layout::Stage<576>::BYTES % 1024 == 0 && layout::Stage<512>::BYTES % 1024 == 0 &&
+                  SharedPlan<576>::DIRECT_BYTES % 1024 == 0 && SharedPlan<512>::DIRECT_BYTES % 1024 == 0,
+              "stages: 1024-byte aligned");
 
 // ---------------------------------------------------------------------------------------------------------- parameters
 //

@@ -9,13 +9,13 @@
 //
 // Grid: min(items, SMs) CTAs of 512 threads, one per SM. An item is (query, 64 heads); CTA b does items b, b + grid, ...
 // A block is 64 places of an item, a pair two blocks; an item is whole pairs, padded with empty places. n counts the blocks
-// of a CTA over all its items, m the pairs. Data go one way:
+// of a CTA over all its items, m the pairs. Data go one way, but that at d_qk 576 the scorer reads a part of Q itself:
 //
 // | role        | warpgroups | registers | work                                                                       |
 // |-------------|------------|-----------|----------------------------------------------------------------------------|
 // | loader      | 3          | 40        | gather 64 rows of kv into a key stage; once an item, its Q, or most of it  |
 // | scorer      | 0          | 136       | S = Q K^T of a pair, Q mostly in registers; maximum, factors;              |
-// |             |            |           | P = 2^(s - reference)                                                      |
+// |             |            |           | P = 2^(s - reference). d_qk 576: it reads Q's first 256 columns            |
 // | accumulator | 1, 2       | 168       | O^T[256 of d_v, 64 heads] += V^T P^T of a pair, V^T out of its stages; out |
 //
 //   loader        | gather of m + 1, as PV(m - 1) leaves its stages .........................
@@ -23,8 +23,8 @@
 //   accumulators    fragments, rescale .... | PV(m - 1) ......................  fragments, rescale | PV(m)
 //
 // The tensor cores take turns: P of m is released only when QK of m + 1 is nearly done, so PV(m) runs beside softmax(m + 1)
-// and does not delay the scores that everything waits for. The gather runs half a pair further ahead than the picture
-// shows: there are five key stages.
+// and does not delay the scores that everything waits for. Within an item the gather runs half a pair further
+// ahead than the picture shows: there are five key stages.
 //
 // Invariants
 //   1. The scorer alone owns maximum and reference; P(m), the factors of m and O^T after PV(m) are in the same frame.
@@ -174,8 +174,6 @@ struct CopyLane {
 };
 constexpr u32 ODD_ROWS_FLIP = 4 * 16;
 
-constexpr int LINE_BYTES = 128;  // of L2
-
 // The same address in a register of its own, where ptxas cannot split it (see ptx::cp_async_16).
 __device__ __forceinline__ u32 opaque(u32 address) { return __shfl_sync(~0u, address, threadIdx.x % WARP_THREADS); }
 
@@ -184,6 +182,7 @@ template <int D_QK>
 __device__ __forceinline__ void prefetch_queries(const Params& params, const Item& item, u32 thread) {
     const int head = item.first_head + thread / 2;
     if (!item.is_active(params) || head >= params.h_q) return;
+    constexpr int LINE_BYTES = 128;  // of L2
     const u8* row = params.q + item.query * params.q_row_bytes + head * params.q_head_bytes;
 #pragma unroll
     for (int column = 0; column < D_QK; column += 2 * LINE_BYTES) {
@@ -231,6 +230,7 @@ __device__ __forceinline__ void fetch_queries(const Params& params, const Item& 
 template <int D_QK>
 __device__ __forceinline__ void prefetch_keys(const Params& params, int index, u32 lane) {
     if (static_cast<u32>(index) >= static_cast<u32>(params.s_kv)) return;
+    constexpr int LINE_BYTES = 128;  // of L2
     const u8* row = params.kv + static_cast<u64>(static_cast<u32>(index)) * params.kv_row_bytes;
 #pragma unroll
     for (int column = 0; column < D_QK; column += 2 * LINE_BYTES) {

@@ -7,6 +7,8 @@
 
 For racecheck add the argument ``every-lane``: all lanes of a warp then arrive at a barrier in place of one for all. The
 tool does not see that lane 0 arrives after the others, as the compiler needs no instruction for that.
+
+Every call is made twice: with a CTA for each item, and with two CTAs, which then take several items each.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import types
 
 import torch
 
@@ -21,6 +24,7 @@ from bufpool.ops import sparse_mla_sm90
 
 # d_qk, h_q, topk, s_q, s_kv
 SHAPES = [(576, 64, 300, 3, 200), (512, 64, 300, 3, 200), (576, 20, 64, 2, 70), (512, 80, 65, 3, 70), (576, 1, 1, 1, 1)]
+SHAPES += [(576, 130, 130, 4, 70)]  # 3 head groups: two CTAs go from one to another
 
 
 def call(d_qk: int, h_q: int, topk: int, s_q: int, s_kv: int, *, has_options: bool) -> None:
@@ -42,6 +46,13 @@ def call(d_qk: int, h_q: int, topk: int, s_q: int, s_kv: int, *, has_options: bo
         assert not written.cpu().isnan().any()
 
 
+def set_sms(sms: int) -> None:
+    torch.cuda.init()  # which asks for the true ones
+    properties = types.SimpleNamespace(multi_processor_count=sms, L2_cache_size=2**25)
+    torch.cuda.get_device_properties = lambda _: properties  # type: ignore[assignment]
+    sparse_mla_sm90._plans.by_shape.clear()
+
+
 def let_every_lane_arrive() -> None:
     for d_qk, source in sparse_mla_sm90.VARIANTS.items():
         defines = tuple((name, "32" if name == "BUFPOOL_ARRIVING_LANES" else value) for name, value in source.defines)
@@ -52,13 +63,16 @@ def main() -> None:
     torch.manual_seed(0)
     if sys.argv[1:] == ["every-lane"]:
         let_every_lane_arrive()
-    for prefetches in (False, True):
-        sparse_mla_sm90._prefetches_keys = lambda *_, answer=prefetches: answer  # type: ignore[assignment]
-        sparse_mla_sm90._plans.by_shape.clear()
-        for shape in SHAPES:
-            for has_options in (False, True):
-                call(*shape, has_options=has_options)
-    print(f"{4 * len(SHAPES)} calls")
+    calls = 0
+    for sms in (132, 2):
+        for prefetches in (False, True):
+            sparse_mla_sm90._prefetches_keys = lambda *_, answer=prefetches: answer  # type: ignore[assignment]
+            set_sms(sms)
+            for shape in SHAPES:
+                for has_options in (False, True):
+                    call(*shape, has_options=has_options)
+                    calls += 1
+    print(f"{calls} calls")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import json
 import re
 import shutil
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -217,6 +218,14 @@ def test_parameters_are_packed_as_the_kernel_declares_them():
     spelled = re.sub(r"(\d+)(\w)", lambda found: found[2] * int(found[1]), packed.replace("<", ""))
     assert spelled == declared
     assert struct.calcsize("<" + declared) == struct.calcsize("@" + declared)
+
+
+def test_the_page_tells_how_much_shared_memory_is_taken():
+    text = (Path(__file__).resolve().parents[1] / "docs" / "kernel.md").read_text()
+    table = re.search(r"Shared memory, bytes:\n\n(.*?)\n\n", text, re.DOTALL)[1].splitlines()
+    *parts, sums = [[int(cell.replace(",", "")) for cell in line.split("|")[2:4]] for line in table[2:]]
+    assert sums == [VARIANTS[576].shared_bytes, VARIANTS[512].shared_bytes]
+    assert [-(-sum(column) // 1024) * 1024 for column in zip(*parts, strict=True)] == sums
 
 
 ASM = re.compile(r"\basm\b")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
 from collections.abc import Callable
 
 import pytest
 import torch
 
+from bufpool import OutputPool, OutputSpec
 from bufpool.ops import sparse_mla_sm90
 
 HAS_SM90 = torch.cuda.is_available() and sparse_mla_sm90.is_available(torch.device("cuda", 0))
@@ -143,6 +145,7 @@ SHAPES = [
     (576, 128, 2047, 33, 8192),
     (512, 130, 257, 90, 3000),
     (576, 200, 320, 50, 3000),
+    (576, 300, 130, 60, 3000),  # 5 head groups, which 132 SMs are no multiple of: a CTA goes from one to another
     (512, 64, 512, 140, 70000),  # kv is more than half of L2
 ]
 
@@ -284,12 +287,12 @@ def poison_neighbours(x: Inputs) -> None:
 
 
 def stand_alone(x: Inputs) -> None:
-    """One-block items: both scorers end items of their own."""
+    """Items of one block: a pair with an empty second one."""
     x.topk_length = torch.full((x.q.shape[0],), 40, dtype=torch.int32, device="cuda")
 
 
 def alternate(x: Inputs) -> None:
-    """Items of one, two and three blocks by turns, and some without places."""
+    """Items of one pair and of two by turns, and some without places."""
     x.topk_length = (torch.arange(x.q.shape[0], device="cuda") * 41 % 200).int()
 
 
@@ -350,6 +353,71 @@ def test_keys_are_asked_for_early_where_they_do_not_fit_in_half_of_l2() -> None:
     assert not sparse_mla_sm90._prefetches_keys(512, 32768 * 512, 60 * 2**20)
     assert sparse_mla_sm90._prefetches_keys(512, 65536 * 512, 60 * 2**20)
     assert not sparse_mla_sm90._prefetches_keys(576, 131072 * 576, 60 * 2**20)
+
+
+@pytest.fixture
+def set_sms(monkeypatch: pytest.MonkeyPatch):
+    """A function: the kernel believes that the device has so many SMs, so that each CTA goes through many items."""
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+
+    def set_them(sms: int) -> None:
+        properties = types.SimpleNamespace(multi_processor_count=sms, L2_cache_size=l2_bytes)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        sparse_mla_sm90._plans.by_shape.clear()
+
+    yield set_them
+    sparse_mla_sm90._plans.by_shape.clear()
+
+
+def same_bits(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("h_q", [1, 65, 130])
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_items_one_after_another_are_those_alone(set_sms: Callable[[int], None], d_qk: int, h_q: int) -> None:
+    # At most 39 items, each first of a CTA; then many on a CTA: of one pair, of three, and without a place in between.
+    x = make(d_qk, h_q, 300, 13, 500)
+    lengths = [0, 1, 0, 0, 300, 128, 0, 129, 256, 257, 64, 0, 300]
+    x.topk_length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    stride(x)
+    set_sms(39)
+    alone = run(x)
+    for sms in (1, 2, 4, 5):  # 2, 4 and 5 are no multiples of 3 head groups
+        set_sms(sms)
+        assert same_bits(run(x), alone), f"{sms} SMs"
+
+
+@pytest.mark.parametrize("h_q", [1, 65])
+@pytest.mark.parametrize("d_qk", [576, 512])
+def test_nothing_behind_the_last_row_of_q_is_read(set_sms: Callable[[int], None], d_qk: int, h_q: int) -> None:
+    # A misread is an illegal access, and the process loses its CUDA context: whatever fails behind it then is no news.
+    x = make(d_qk, h_q, 100, 5, 500)
+    want = run(x)
+    pool, spec = OutputPool(arena="cuda"), OutputSpec(memory=((), torch.uint8))
+    pool.acquire(spec, 1, x.q)
+    memory = pool.acquire(spec, pool.stats().mapped_bytes, x.q).memory  # all that is mapped: nothing is behind it
+    for head_bytes in (d_qk, d_qk + 64):
+        strides = ((h_q + 3) * head_bytes, head_bytes, 1)
+        span = 4 * strides[0] + (h_q - 1) * head_bytes + d_qk
+        q = memory[-span:].as_strided(x.q.shape, strides)
+        q.copy_(x.q.view(torch.uint8))
+        for sms in (132, 1):
+            set_sms(sms)
+            assert same_bits(run(dataclasses.replace(x, q=q.view(E4M3))), want)
+    del memory, q
+    pool.close()
+
+
+def test_heads_far_apart() -> None:
+    # Head 64 begins 2^32 bytes behind head 0.
+    x = make(576, 65, 130, 70, 3000)
+    want = run(x)
+    memory = torch.zeros(65, 2**26, dtype=torch.uint8, device="cuda")
+    q = memory[:, : 70 * 576].unflatten(1, (70, 576)).transpose(0, 1)
+    q.copy_(x.q.view(torch.uint8))
+    assert q.stride() == (576, 2**26, 1)
+    assert same_bits(run(dataclasses.replace(x, q=q.view(E4M3))), want)
 
 
 def test_selected_nan_shows_in_its_rows_only() -> None:
@@ -441,3 +509,9 @@ def test_strides_of_a_single_row_do_not_count() -> None:
     x.q = torch.as_strided(x.q, x.q.shape, (7, 576, 1))
     x.indices = torch.as_strided(x.indices, x.indices.shape, (3, 1))
     check(x)
+
+
+def test_the_stride_of_a_single_head_does_not_count() -> None:
+    x = make(576, 1, 100, 140, 500)
+    x.q = torch.as_strided(x.q, x.q.shape, (576, 7, 1))
+    check(x, out_relative=OUT_RELATIVE_FEW)
