@@ -82,13 +82,16 @@ def steps_of(device: torch.device) -> dict[str, Callable[[], object]]:
         "three torch.empty": three_empty,
         "acquire, whole": lambda: pool.acquire(spec, rows=ROWS, like=q),
         "  lane.take (all tensors)": lambda: lane.take(ROWS),
-        "    one tensor from its capsule": one_tensor,
-        "    named tuple": named_tuple,
+        "    of it: one tensor from its capsule": one_tensor,
+        "    of it: named tuple": named_tuple,
         "  lock": with_lock,
         "  find the lane": find_lane,
         "  device of like": lambda: q.get_device(),
         "  is torch.compile tracing": torch_state.is_tracing,
         "  is a dispatch mode active": torch_state.dispatch_depth,
+        "  is a torch.func transform active": torch_state.transform_level,
+        "  is torch.jit.trace recording": torch_state.is_jit_tracing,
+        "  is make_fx recording before dispatch": torch_state.is_pre_dispatch_tracing,
         "  is inference mode on": torch_state.is_inference,
     }
     if device.type == "cuda":
