@@ -1,7 +1,8 @@
 """Errors, by what the caller can do about them.
 
 Every message has the form ``<argument or device>: expected <rule>, got <value>``; every memory error holds
-its figures in bytes. A call that raises one of these has changed nothing.
+its figures in bytes. A call that raises one of these has changed nothing that anybody holds; looking for memory in vain, it
+may have unmapped idle slots, dropped idle lanes and emptied torch's cache.
 """
 
 from __future__ import annotations

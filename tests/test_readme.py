@@ -4,8 +4,10 @@ A python block runs, and so does a bash block: from the root of the tree, with `
 cannot run here has a comment ``<!-- not run: WHY -->`` in the line above.
 """
 
+import importlib
 import importlib.util
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -270,15 +272,50 @@ def test_reference_has_every_public_name() -> None:
     assert listed == set(bufpool.__all__)
 
 
+# Inside alone, and what becomes of it.
+NOT_FOR_CALLERS = {
+    "DeviceOutOfMemoryError": "a DriverError; acquire, reserve and wake make a PoolLimitError of it",
+    "UsageError": "of a command: one line on stderr and exit code 2",
+}
+
+
+def error_classes() -> set[str]:
+    """Names of all exception classes that the package defines."""
+    modules = [
+        importlib.import_module(info.name)
+        for info in pkgutil.walk_packages(bufpool.__path__, "bufpool.")
+        if not info.name.endswith("__main__")
+    ]
+    return {
+        kind.__name__
+        for module in modules
+        for kind in vars(module).values()
+        if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__module__ == module.__name__
+    }
+
+
 def test_catalogue_has_every_error() -> None:
     headings = set(re.findall(r"^## (\w+Error)$", (ROOT / "docs" / "errors.md").read_text(), re.M))
-    assert headings == set(bufpool.errors.__all__)
+    assert not headings & NOT_FOR_CALLERS.keys()
+    assert headings | NOT_FOR_CALLERS.keys() == error_classes()
+    assert set(bufpool.errors.__all__) <= headings
+
+
+def test_catalogue_has_every_text_of_the_root() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    rules = set()
+    for path in (ROOT / "bufpool").rglob("*.py"):
+        for found in re.finditer(r"raise BufpoolError\(\s*(.*?)\n? *\)\n", path.read_text(), re.S):
+            rules.add(re.findall(r"(?:\w+: )?expected [^,{\"]+", found[1])[0].strip())
+    assert "runner: expected no call from inside another one" in rules
+    assert sorted(rule for rule in rules if rule not in text) == []
 
 
 def test_catalogue_says_of_each_error_when_why_and_what_to_do() -> None:
     text = (ROOT / "docs" / "errors.md").read_text()
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S))
-    assert len(sections) == len(bufpool.errors.__all__) + 2  # TypeError and ValueError, and what is no error
+    errors = error_classes() - NOT_FOR_CALLERS.keys()
+    assert len(sections) == len(errors) + 2  # TypeError and ValueError, and what is no error
     for heading in sections.keys() - {"What is no error"}:
         for part in ("When", "Why", "What to do"):  # or a column of a table
             assert f"*{part}:*" in sections[heading] or f"| {part.lower()} |" in sections[heading], (heading, part)
