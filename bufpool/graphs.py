@@ -1,4 +1,4 @@
-"""Replays of a kernel wrapper at a few fixed batch sizes, for batches of any size.
+"""Replays of a kernel wrapper captured at a few row counts, for calls of any row count.
 
 Note [Results of a replay]
     Rationale: a graph writes where it wrote when it was captured. The graphs of all buckets shall share one set of slots,
