@@ -25,7 +25,17 @@ class OutputAllocator(Protocol):
     undefined contents. What it returns is not handed out again while anybody holds it.
     """
 
-    def acquire(self, spec: OutputSpec, rows: int, like: Like) -> Any: ...
+    def acquire(self, spec: OutputSpec, rows: int, like: Like) -> Any:
+        """Return outputs ``[rows, *row_shape]`` for one kernel call, with undefined contents.
+
+        Args:
+            spec: what the kernel writes.
+            rows: leading dimension, >= 0.
+            like: an input tensor, or several (a sequence, or a mapping of names): the outputs live where they live.
+
+        Returns:
+            A named tuple of tensors in the order of the spec.
+        """
 
 
 class FreshAllocator:
@@ -33,6 +43,14 @@ class FreshAllocator:
 
     def acquire(self, spec: OutputSpec, rows: int, like: Like) -> Any:
         """Return new tensors ``[rows, *row_shape]`` on the device of ``like``, with undefined contents.
+
+        Args:
+            spec: what the kernel writes.
+            rows: leading dimension, >= 0.
+            like: an input tensor, or several (a sequence, or a mapping of names): the outputs live where they live.
+
+        Returns:
+            A named tuple of tensors in the order of the spec.
 
         Raises:
             DeviceMismatchError: the tensors of ``like`` are on different devices.

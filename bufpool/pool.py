@@ -390,12 +390,15 @@ class OutputPool:
     def shared_capture(self, name: str) -> Iterator[None]:
         """Let the graphs captured inside, by this thread, share one set of slots, as large as the largest needs.
 
-        For graphs that are replayed in turn, such as one for each batch size: a replay overwrites what the last one left,
+        For graphs that are replayed in turn, such as one for each row count: a replay overwrites what the last one left,
         as with graphs that share a memory pool of torch. Results that somebody still holds are not shared away: the next
         capture then takes another slot. The same name continues the same set as long as one of its graphs lives.
 
         Args:
             name: names the set within this pool.
+
+        Raises:
+            TypeError: ``name`` is not a string.
         """
         if not isinstance(name, str):
             raise TypeError(f"name: expected a string, got {name!r}")
@@ -1127,7 +1130,11 @@ def default_pool() -> OutputPool:
 
 
 def set_default_pool(pool: OutputPool) -> None:
-    """Make ``pool`` the default; the former one stays as it is."""
+    """Make ``pool`` the default; the former one stays as it is.
+
+    Raises:
+        TypeError: ``pool`` is not an OutputPool.
+    """
     global _default
     if not isinstance(pool, OutputPool):
         raise TypeError(f"pool: expected an OutputPool, got {pool!r}")

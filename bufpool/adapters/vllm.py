@@ -53,6 +53,9 @@ ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 def use_workspace_lane(lane: int) -> Iterator[None]:
     """Let calls inside, in this context, use workspaces of their own.
 
+    Args:
+        lane: number of vLLM's lane, from 0 to below ``num_lanes`` of the manager; 0 outside. Not a lane of the pool.
+
     Raises:
         ValueError: below 0.
     """

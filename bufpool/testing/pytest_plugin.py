@@ -22,6 +22,9 @@ def write_only() -> Callable[[Callable[[Any], object], OutputSpec, int, Like], N
     """Check that a function overwrites all of its outputs and nothing else: ``write_only(fn, spec, rows, like)``.
 
     See ``bufpool.testing.assert_write_only``. A failure is shown where the test calls, without the checker's frames.
+
+    Raises:
+        WriteContractError: by the call of ``write_only``: the function broke its promise; the text says where.
     """
     from ..errors import WriteContractError
     from .write_contract import assert_write_only
