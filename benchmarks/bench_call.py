@@ -29,7 +29,9 @@ ROWS, HEADS, D_QK, TOPK, S_KV = 1, 128, 576, 128, 8192
 ROUNDS = 31
 WARM_ROUNDS = 3
 
-CALL = "call, pool"
+LAUNCH, CALL = "bare launch", "call, pool"
+# The limits were set where a bare launch takes 8 us. Hosts differ by a factor of two, so the ratio within a run is judged.
+LIMIT_LAUNCH_US = 8.0
 CALL_US, CALL_AIM_US = 20.0, 14.0
 
 
@@ -65,7 +67,7 @@ def make_loops(device: torch.device, pool: OutputAllocator) -> dict[str, Loop]:
 
     calls: dict[str, Callable[[], object]] = {
         "torch.empty x3": three_empty,
-        "bare launch": lambda: launch(q, kv, indices, scale, 1.0, 1.0, None, None, out, max_logits, lse),
+        LAUNCH: lambda: launch(q, kv, indices, scale, 1.0, 1.0, None, None, out, max_logits, lse),
         CALL: lambda: sparse_mla_prefill(q, kv, indices, scale, 1.0, 1.0, allocator=pool),
         "call, pool, scales in memory": lambda: sparse_mla_prefill(q, kv, indices, scale, one, one, allocator=pool),
         "call, pool, sinks and lengths": lambda: sparse_mla_prefill(
@@ -94,16 +96,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         time_loops(loops, [batch] * WARM_ROUNDS, device)
         us = median_us(time_loops(loops, [batch] * args.rounds, device))
         del loops
-    is_met = us[CALL] <= CALL_US
+    ratio, must, aim = us[CALL] / us[LAUNCH], CALL_US / LIMIT_LAUNCH_US, CALL_AIM_US / LIMIT_LAUNCH_US
+    is_met = ratio <= must
     if args.json:
         facts = {"device_name": torch.cuda.get_device_name(device), "torch": torch.__version__, "cuda": torch.version.cuda}
-        print(json.dumps({**facts, "us": us, "must": CALL_US, "aim": CALL_AIM_US, "ok": is_met}))
+        print(json.dumps({**facts, "us": us, "ratio": ratio, "must": must, "aim": aim, "ok": is_met}))
     else:
         print(f"us per call on {torch.cuda.get_device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
         for name, value in us.items():
             print(f"{name:<30}{value:8.2f}")
         verdict = "ok" if is_met else "MISSED"
-        print(f"{CALL} = {us[CALL]:.2f} us: must reach {CALL_US:g}, aim {CALL_AIM_US:g}: {verdict}")
+        print(f"{CALL} / {LAUNCH} = {ratio:.2f}: must reach {must:g}, aim {aim:g}: {verdict}")
+        print(f"({CALL_US:g} and {CALL_AIM_US:g} us where a bare launch takes {LIMIT_LAUNCH_US:g})")
     return 0 if is_met else 1
 
 
