@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import linecache
 import logging
 import signal
-import sys
 import threading
 
 import pytest
 import torch
+from interrupts import Tick, interrupted_at
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -176,31 +175,7 @@ def test_a_slot_offers_no_row_whose_memory_was_given_back(pool, pair, monkeypatc
         assert all(slot.spec.row_bytes[i] * slot.capacity <= arena.mapped_bytes for i, arena in enumerate(slot.arenas))
 
 
-class _Tick(BaseException):
-    pass
-
-
-def _raise_in_take(line_of, call):
-    """The exception of ``call`` when a signal handler raises in ``PostHandout.take``, in a line that holds ``line_of``."""
-    codes = {handout.PostHandout.take.__code__, handout.TripleHandout.take.__code__}
-    is_done = False
-
-    def in_take(frame, event, arg):
-        nonlocal is_done
-        if event == "line" and not is_done and line_of in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
-            is_done = True
-            raise _Tick
-        return in_take
-
-    former = sys.gettrace()
-    sys.settrace(lambda frame, event, arg: in_take if frame.f_code in codes else None)
-    try:
-        call()
-    except BaseException as error:
-        return error
-    finally:
-        sys.settrace(former)
-    raise AssertionError(f"no line with {line_of!r}")
+TAKES = [handout.PostHandout.take, handout.TripleHandout.take]
 
 
 @pytest.mark.parametrize(
@@ -219,8 +194,8 @@ def test_an_exception_of_a_signal_handler_inside_a_hit_leaves_no_slot_held(pool,
     spec = request.getfixturevalue(spec_name)
     like = torch.zeros(1)
     pool.acquire(spec, 3, like)
-    error = _raise_in_take(line_of, lambda: pool.acquire(spec, 3, like))
-    assert type(error) is _Tick
+    error = interrupted_at(TAKES, line_of, lambda: pool.acquire(spec, 3, like))
+    assert type(error) is Tick
     del error
     gc.collect()
     assert pool.stats().live_slots == 0
@@ -241,8 +216,8 @@ def test_no_memory_is_unmapped_under_a_tensor_that_a_traceback_keeps(pool, reque
     pair = request.getfixturevalue(spec_name)
     like = torch.zeros(1)
     pool.acquire(OutputSpec(first=((), torch.float32)), 1, like)  # so that the probe is done
-    error = _raise_in_take(line_of, lambda: pool.acquire(pair, 3, like))
-    assert type(error) is _Tick  # and no AssertionError, which came after the unmapping
+    error = interrupted_at(TAKES, line_of, lambda: pool.acquire(pair, 3, like))
+    assert type(error) is Tick  # and no AssertionError, which came after the unmapping
     traceback = error.__traceback__
     while traceback is not None:
         kept = traceback.tb_frame.f_locals

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import linecache
 import sys
 import threading
 import types
 
 import pytest
 import torch
+from interrupts import Tick, interrupted_at
 
 from bufpool import BufpoolError, OutputPool, OutputSpec, driver, handout, process
 from bufpool import slot as slot_module
@@ -22,10 +22,6 @@ from bufpool.place import Place
 ASK_DEVICE = driver.is_idle
 
 
-class Tick(BaseException):
-    """What a signal handler raises."""
-
-
 def addresses(outputs):
     return tuple(tensor.data_ptr() for tensor in outputs)
 
@@ -33,27 +29,6 @@ def addresses(outputs):
 def reader(handle, index=0):
     """A stream that was declared to read."""
     return types.SimpleNamespace(cuda_stream=handle, device=torch.device("cuda", index))
-
-
-def interrupted_at(function, text, call):
-    """Call and raise in front of the first line of ``function`` that holds ``text``; what came out."""
-    code, done = function.__code__, []
-
-    def inside(frame, event, arg):
-        if event == "line" and not done and text in linecache.getline(code.co_filename, frame.f_lineno):
-            done.append(frame.f_lineno)
-            raise Tick
-        return inside
-
-    former = sys.gettrace()
-    sys.settrace(lambda frame, event, arg: inside if frame.f_code is code else None)
-    try:
-        call()
-    except BaseException as error:
-        return error
-    finally:
-        sys.settrace(former)
-    raise AssertionError(f"{function.__qualname__}: expected a line with {text}, got none")
 
 
 def variables(error):
@@ -349,7 +324,7 @@ def test_an_interrupt_behind_a_new_result_takes_no_memory_from_whoever_keeps_it(
     kept = []
     pool = make_pool()
     call = OutputPool._serve
-    error = interrupted_at(call, "assert outputs is not None", lambda: pool.acquire(spec, 3, fake_cuda.like(0)))
+    error = interrupted_at([call], "assert outputs is not None", lambda: pool.acquire(spec, 3, fake_cuda.like(0)))
     assert type(error) is Tick
     kept = [value for name, value in variables(error) if name == "outputs" and value is not None]
     assert all(fake_cuda.is_usable(tensor) for outputs in kept for tensor in outputs)
@@ -360,7 +335,7 @@ def test_an_interrupt_behind_a_new_result_takes_no_memory_from_whoever_keeps_it(
 def test_an_interrupt_while_a_pool_falls_asleep_leaves_graphs_mapped(acquire_in, fake_cuda, spec, line):
     held = acquire_in(1, 64, spec)
     del held
-    assert type(interrupted_at(OutputPool.sleep, line, acquire_in.pool.sleep)) is Tick
+    assert type(interrupted_at([OutputPool.sleep], line, acquire_in.pool.sleep)) is Tick
     assert fake_cuda.drivers[0].mapped_bytes > 0
     assert not acquire_in.pool.is_asleep
     acquire_in.pool.sleep()
