@@ -11,9 +11,9 @@ Note [Results of a replay]
 
 Concurrency:
     A runner may be called from any thread and on any stream: one call at a time, and a call on another stream than the
-    last one waits on the device for all that was queued there. Runners of one pool and name count as one. Since the next
-    call overwrites the results of the last one, threads that share a runner use ``fresh=True``. Do not call a runner from
-    a finalizer.
+    last one waits on the device for all that was queued there. Replays of all runners of one pool and name come one behind
+    the other in the same way. Since the next call overwrites the results of the last one, threads that share a runner use
+    ``fresh=True``. Do not call a runner from a finalizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from . import driver
+from . import driver, process
 from .allocator import FreshAllocator, Like, home_device
 from .errors import BufpoolError, CaptureError, DeviceMismatchError, OutputMismatchError
 from .pool import OutputPool, default_pool
@@ -173,7 +173,7 @@ class GraphRunner:
         self._name = None if private else name or f"graph runner {next(_numbers)}"
         self._warmups = row_count(warmups)
         self._set = _slot_set(self._pool, self._name)
-        self._lock = self._set.lock
+        self._lock = threading.RLock()
         self._is_busy = False
         self._is_closed = False
         self._home: torch.device | None = None
@@ -243,7 +243,7 @@ class GraphRunner:
                 self._eager_calls += 1
                 self._eager_us += 1e6 * (time.perf_counter() - start)
                 return result
-            with self._pool._kept_awake("runner"):
+            with self._set.lock, self._pool._kept_awake("runner"):
                 self._order()
                 self._fill(inputs, rows)
                 bucket.graph.replay()
@@ -441,7 +441,7 @@ class GraphRunner:
 
 
 class _SlotSet:
-    """What the runners that share a set of slots have in common: one call at a time, behind the last one."""
+    """What the runners that share a set of slots have in common: one replay at a time, behind the last one."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -450,14 +450,13 @@ class _SlotSet:
 
 
 _sets: weakref.WeakKeyDictionary[OutputPool, weakref.WeakValueDictionary[str, _SlotSet]] = weakref.WeakKeyDictionary()
-_sets_lock = threading.RLock()
 
 
 def _slot_set(pool: OutputPool, name: str | None) -> _SlotSet:
     """The set of runners of this name; it lasts as long as one of them. Without a name a new one."""
     if name is None:
         return _SlotSet()
-    with _sets_lock:
+    with process.lock:
         return _sets.setdefault(pool, weakref.WeakValueDictionary()).setdefault(name, _SlotSet())
 
 

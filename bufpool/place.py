@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import driver
+from . import driver, process
 from .errors import CaptureError
 from .lane import LaneKey
 from .slot import Slot
@@ -35,7 +35,8 @@ _this_thread = _ThisThread()
 class SharedCaptures:
     """The set of slots that captures of each thread share now, and the branches of each capture.
 
-    Concurrency: the name belongs to the thread; a lock around the branches, since threads may share a capture.
+    Concurrency: the name belongs to the thread. Threads may share a capture: branches are counted under the lock of all
+    pools, since with one of its own finalizers in two threads could wait for one another.
     """
 
     MOST_CAPTURES = 1024
@@ -43,8 +44,7 @@ class SharedCaptures:
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
-        self._lock = threading.RLock()  # a finalizer may come in between
-        self._streams: dict[int, list[int]] = {}  # by capture
+        self._branches: dict[int, list[tuple[int, int]]] = {}  # by capture: stream and thread of each
 
     @property
     def name(self) -> str | None:
@@ -54,16 +54,16 @@ class SharedCaptures:
     def name(self, name: str | None) -> None:
         self._of_thread.name = name
 
-    def branch(self, capture: int, stream: int) -> int:
+    def branch(self, capture: int, stream: int, thread: int) -> int:
         """Which branch of a capture a stream is, counted by first use: the same branches of all captures share slots."""
-        with self._lock:
-            streams = self._streams.pop(capture, [])
-            self._streams[capture] = streams  # now the last one
-            while len(self._streams) > self.MOST_CAPTURES:
-                del self._streams[next(iter(self._streams))]
-            if stream not in streams:
-                streams.append(stream)
-            return streams.index(stream)
+        with process.lock:
+            branches = self._branches.pop(capture, [])
+            self._branches[capture] = branches  # now the last one
+            while len(self._branches) > self.MOST_CAPTURES:
+                del self._branches[next(iter(self._branches))]
+            if (stream, thread) not in branches:
+                branches.append((stream, thread))
+            return branches.index((stream, thread))
 
 
 class Place:
@@ -105,7 +105,7 @@ class Place:
         if self.shared is None:
             self.key = (self.capture, *self.key)
         else:
-            self.key = (self.shared, device.index, shared.branch(self.capture, self.stream), spec.key)
+            self.key = (self.shared, device.index, shared.branch(self.capture, self.stream, self.thread), spec.key)
 
     def _find_capture(self) -> None:
         if driver.is_available():

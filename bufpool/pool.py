@@ -114,7 +114,7 @@ class OutputPool:
         self._peak_bytes = 0
         self._is_asleep = False
         self._is_closed = False
-        self._runs = 0
+        self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
         """Calls of graph runners under way, during which the pool stays awake."""
         self._finalizer = weakref.finalize(self, process.retired.extend, self._slots)
         self._finalizer.atexit = False
@@ -259,6 +259,7 @@ class OutputPool:
             if not is_new_lane and lanes.get(place.key) is not lane:  # it was dropped to make room
                 lane, is_new_lane = Lane(place.lane_key()), True
         is_growing = room > slot.capacity
+        readers = slot.readers
         try:
             if slot.readers:
                 place.wait_for_readers(slot)
@@ -272,13 +273,13 @@ class OutputPool:
             assert outputs is not None
         except BaseException:
             outputs = None
-            if is_new_slot and slot.pins:
-                slot.is_clean = False
+            if is_new_slot:
+                slot.readers, slot.is_clean = readers, False
             if is_new_slot and not is_from_free:
                 if slot.pins or slot.is_live():
                     self._free.append(slot)  # a graph has seen it already, or a signal handler
                 else:
-                    self._discard(slot)
+                    self._discard(slot, place.capture is not None)
             raise
         if place.capture is not None:
             self._quick = {}  # the next eager call looks whether graphs are gone
@@ -362,6 +363,7 @@ class OutputPool:
             is_new = slot is None
             if slot is None:
                 slot = self._new_slot(place, rows, notes)
+            readers = slot.readers
             try:
                 is_growing = rows > slot.capacity
                 if is_growing:
@@ -369,8 +371,9 @@ class OutputPool:
                         place.wait_for_readers(slot)  # torch may give the former block to anybody
                     self._grow(slot, rows, place.capture is not None, notes)
             except BaseException:
+                slot.readers = readers
                 if is_new:
-                    self._discard(slot)
+                    self._discard(slot, place.capture is not None)
                 raise
             slot.handout.high_water_rows = max(slot.high_water_rows, rows)
             if is_free and is_growing and not slot.is_stable:
@@ -560,11 +563,15 @@ class OutputPool:
         process.synchronize(slots)
         return True
 
-    def _discard(self, slot: Slot) -> None:
-        """Give a slot up, addresses too; while something captures it waits with those of closed pools."""
+    def _discard(self, slot: Slot, is_capture: bool = False) -> None:
+        """Give a slot up, addresses too. In a capture, where nothing may wait, it joins those of closed pools."""
         self._slots.remove(slot)
+        if slot.mapped_bytes == 0:  # nothing is there that could be worked on
+            slot.release()
+            return
         process.retired.append(slot)
-        process.release_retired()
+        if not is_capture:
+            process.release_retired()
 
     def _grow(self, slot: Slot, rows: int, is_capture: bool, notes: list[_Note]) -> None:
         slot.check_reservation(rows)
@@ -763,7 +770,7 @@ class OutputPool:
                     if live:
                         raise BufpoolError(f"sleep: expected no live result outside graphs, got {len(live)}")
                     if self._runs:
-                        raise BufpoolError(f"sleep: expected no call of a graph runner under way, got {self._runs}")
+                        raise BufpoolError(f"sleep: expected no call of a graph runner under way, got {len(self._runs)}")
                     fixed = [slot for slot in ours if not slot.is_stable and slot.is_pinned()]
                     if fixed:
                         raise BufpoolError(
@@ -782,9 +789,11 @@ class OutputPool:
                         self._is_asleep = True
                     except BaseException:
                         self._is_asleep = True  # until all are back, which another error may prevent
+                        self._show_lanes()
                         for slot in asleep:
                             slot.wake()
                         self._is_asleep = False
+                        self._show_lanes()
                         raise
                     self._show_lanes()
                     notes.append((logging.INFO, f"sleep: gave back {freed} bytes"))
@@ -799,12 +808,12 @@ class OutputPool:
         with self._lock:
             if self._is_asleep:
                 raise BufpoolError(f"{name}: expected a pool that is awake, got one that sleeps; call wake()")
-            self._runs += 1
+            run = _Run()
+            self._runs.add(run)
         try:
             yield
         finally:
-            with self._lock:
-                self._runs -= 1
+            self._runs.discard(run)
 
     def wake(self) -> None:
         """Map after ``sleep()`` the same sizes at the same addresses. All or nothing.
@@ -1035,13 +1044,17 @@ class OutputPool:
         """In the child: a free lock, and no CUDA lanes."""
         self._lock = process.lock
         self._busy = False
-        self._runs = 0
+        self._runs = weakref.WeakSet()
         self._has_lost_cuda = process.has_lost_cuda or any(slot.device.type != "cpu" for slot in self._slots)
         self._free = [slot for slot in self._free if slot.device.type == "cpu"]
         for lanes in (self._lanes, self._captures):
             for key, lane in list(lanes.items()):
                 if lane.key.device.type != "cpu":
                     self._forget(lanes, key)
+
+
+class _Run:
+    """A call of a graph runner."""
 
 
 class _Counts:

@@ -143,7 +143,26 @@ def test_runners_of_one_name_wait_for_each_other(pool, on_host, monkeypatch):
     for now[0], runner in ((1, runners[0]), (9, runners[1]), (9, runners[0]), (5, runners[2]), (1, runners[0])):
         runner._order()
     assert waits == [(9, 1), (1, 9)]
-    assert runners[0]._lock is runners[1]._lock is not runners[2]._lock
+    assert runners[0]._set is runners[1]._set is not runners[2]._set
+
+
+def test_runners_of_one_name_may_meet_in_their_functions(pool):
+    barrier, results = threading.Barrier(2, timeout=20), []
+
+    def meet(x, allocator):
+        barrier.wait()  # as ranks of one process do that set up a communicator
+        return x + 1
+
+    def work():
+        runner = GraphRunner(meet, OutputSpec(x=((4,), torch.float32)), [4], pool=pool, name="one")
+        results.append(runner(x=torch.zeros(2, 4)).sum().item())
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [8, 8]
 
 
 def test_a_pool_cannot_fall_asleep_in_a_call(pool, on_host, monkeypatch):

@@ -12,14 +12,15 @@ import pytest
 import torch
 from interrupts import Tick, interrupted_at
 
-from bufpool import BufpoolError, OutputPool, OutputSpec, driver, handout, process
+from bufpool import BufpoolError, OutputPool, OutputSpec, PoolLimitError, driver, handout, process
 from bufpool import slot as slot_module
-from bufpool.arena import ADDRESS_BUDGET, TorchArena
+from bufpool.arena import ADDRESS_BUDGET, HostArena, TorchArena
 from bufpool.errors import DriverError, WriteContractError
 from bufpool.lane import Lane
 from bufpool.place import Place
 
 ASK_DEVICE = driver.is_idle
+GRANULE = 64 * 1024  # of the fake driver
 
 
 def addresses(outputs):
@@ -215,6 +216,61 @@ def test_threads_in_one_shared_capture_are_branches_of_their_own(acquire_in, spe
     assert found[2:] == found[:2]
 
 
+def test_per_thread_streams_in_one_shared_capture_are_branches_of_their_own(acquire_in, spec):
+    found = []
+
+    def branch():
+        with acquire_in.pool.shared_capture("set"):
+            found.append(addresses(acquire_in(1, 2, spec)))  # the same handle in all threads
+
+    for _ in range(2):
+        thread = threading.Thread(target=branch)
+        thread.start()
+        thread.join()
+    assert found[0] != found[1]
+
+
+def test_finalizers_of_two_threads_do_not_wait_for_each_other(make_pool, fake_cuda, spec, q, monkeypatch):
+    pool, other = make_pool(), make_pool()
+    in_branch, in_call = threading.Event(), threading.Event()
+
+    class Branches(list):
+        def __contains__(self, branch):  # a collection in the middle of counting branches
+            if threading.current_thread().name == "first" and not in_branch.is_set():
+                in_branch.set()
+                in_call.wait(1)
+                other.acquire(spec, 3, q)
+            return super().__contains__(branch)
+
+    def acquire_in_shared_capture():
+        with pool.shared_capture("set"):
+            pool.acquire(spec, 3, fake_cuda.like(0))
+
+    def arena_kind(self, device, ask=OutputPool._arena_kind):  # a collection in the middle of a call
+        if threading.current_thread().name == "second" and self is other and not in_call.is_set():
+            in_call.set()
+            acquire_in_shared_capture()
+        return ask(self, device)
+
+    def acquire_elsewhere():
+        in_branch.wait(1)
+        other.acquire(OutputSpec(other=((4,), torch.float32)), 3, q)
+
+    pool._shared._branches[1] = Branches()
+    monkeypatch.setattr(OutputPool, "_arena_kind", arena_kind)
+    fake_cuda.capture, fake_cuda.stream = 1, 64
+    threads = [
+        threading.Thread(target=acquire_in_shared_capture, name="first", daemon=True),
+        threading.Thread(target=acquire_elsewhere, name="second", daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    fake_cuda.capture, fake_cuda.stream = None, 0
+    assert not any(thread.is_alive() for thread in threads)
+
+
 def test_captures_in_turn_keep_their_branches(acquire_in, spec):
     found = []
     for capture, stream in ((1, 64), (2, 70), (1, 65), (2, 71), (1, 64)):
@@ -273,6 +329,115 @@ def test_a_reader_can_be_declared_while_the_pool_sleeps(acquire_in, spec, monkey
 
 
 # Errors and interrupts
+
+
+@pytest.mark.parametrize("call", ["acquire", "reserve"])
+@pytest.mark.parametrize("stream", [999, 2])
+def test_a_call_that_fails_in_a_capture_on_any_stream_waits_for_nothing(
+    make_pool, fake_cuda, spec, monkeypatch, call, stream
+):
+    monkeypatch.setattr(driver, "capturing_stream", lambda index, known=(): 999 if 999 in known else None)
+    pool = make_pool(max_bytes=GRANULE)
+    fake_cuda.capture, fake_cuda.stream = 1, stream
+    fake_cuda.synchronized.clear()
+    with pytest.raises(PoolLimitError):
+        getattr(pool, call)(spec, 10_000, fake_cuda.like(0))
+    fake_cuda.capture, fake_cuda.stream = None, 0
+    assert fake_cuda.synchronized == []  # that would break the capture
+
+
+def test_a_call_above_the_limit_does_not_wait_for_the_device(make_pool, fake_cuda, spec):
+    pool = make_pool(max_bytes=GRANULE)
+    fake_cuda.synchronized.clear()
+    with pytest.raises(PoolLimitError):
+        pool.acquire(spec, 10_000, fake_cuda.like(0))
+    assert fake_cuda.synchronized == []
+    assert fake_cuda.drivers[0].is_clean
+
+
+@pytest.mark.parametrize("call", ["acquire", "reserve"])
+def test_a_call_that_fails_leaves_the_readers_of_a_free_slot(make_pool, q, events, monkeypatch, call):
+    monkeypatch.setattr(driver, "synchronize", lambda index: None)
+    spec = OutputSpec(page=((1024,), torch.float32))
+    pool = make_pool(arena="torch", max_bytes=2**20)
+    pool.reserve(spec, 10, q)
+    (slot,) = pool._free
+    slot.readers = [reader(77)]
+    with pytest.raises(PoolLimitError):
+        getattr(pool, call)(spec, 10_000, q)
+    assert pool._free == [slot]
+    assert len(slot.readers) == 1
+    slot.readers = []
+
+
+def test_a_result_that_a_signal_handler_keeps_is_waited_for_on_another_stream(make_pool, fake_cuda, spec, monkeypatch):
+    take, kept = handout.OwnerHandout.take, []
+
+    def take_and_be_interrupted(self, rows):
+        kept.append(take(self, rows))
+        raise KeyboardInterrupt
+
+    pool = make_pool()
+    fake_cuda.stream = 64
+    with monkeypatch.context() as patch:
+        patch.setattr(handout.OwnerHandout, "take", take_and_be_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.acquire(spec, 10, fake_cuda.like(0))
+    former = addresses(kept.pop())
+    fake_cuda.synchronized.clear()
+    fake_cuda.stream = 65
+    assert addresses(pool.acquire(spec, 10, fake_cuda.like(0))) == former
+    assert fake_cuda.synchronized == [0]
+
+
+def test_a_pool_that_could_not_be_woken_hands_nothing_out(make_pool, monkeypatch, q):
+    specs = [OutputSpec(**{name: ((1024,), torch.float32)}) for name in ("first", "second")]
+    pool = make_pool()
+    for spec in specs:
+        pool.acquire(spec, 10, q)
+    broken = pool._slots[1].arenas[0]
+    shrink, grow = HostArena.shrink, HostArena.grow
+
+    def shrink_and_break(arena, nbytes):
+        shrink(arena, nbytes)
+        if arena is broken:
+            raise DriverError("unmap: broken")
+
+    def grow_or_not(arena, nbytes):
+        if arena is broken and nbytes:
+            raise driver.DeviceOutOfMemoryError("no memory", nbytes)
+        grow(arena, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostArena, "shrink", shrink_and_break)
+        patch.setattr(HostArena, "grow", grow_or_not)
+        with pytest.raises(DriverError):
+            pool.sleep()
+        assert pool.is_asleep
+        with pytest.raises(BufpoolError, match="awake"):
+            pool.acquire(specs[0], 10, q)
+    pool.wake()
+    assert pool.acquire(specs[0], 10, q)[0].shape == (10, 1024)
+
+
+def test_an_interrupt_at_the_start_of_a_run_does_not_keep_the_pool_awake_for_ever(make_pool):
+    pool = make_pool()
+
+    def run():
+        with pool._kept_awake("runner"):
+            pass
+
+    assert type(interrupted_at([OutputPool._kept_awake.__wrapped__], "try:", run)) is Tick
+    pool.sleep()
+
+
+def test_a_fork_in_a_run_does_not_keep_the_pool_of_the_child_awake(make_pool):
+    pool = make_pool()
+    with pool._kept_awake("runner"):
+        with pytest.raises(BufpoolError, match="got 1"):
+            pool.sleep()
+        pool._after_fork()
+    pool.sleep()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, DriverError("synchronize: broken")])

@@ -406,3 +406,32 @@ assert pool.stats().slots == 1
     )
     assert_quiet(done)
     assert "address range for 100 rows, refused by the system: expected at most" in done.stdout
+
+
+def test_a_runner_in_a_forked_child_does_not_wait_for_a_thread_of_its_parent(run_script):
+    done = run_script(
+        """
+        import os, signal, threading, torch, bufpool
+        from bufpool.graphs import GraphRunner
+        spec, pool = bufpool.OutputSpec(x=((4,), torch.float32)), bufpool.OutputPool()
+        inside, go = threading.Event(), threading.Event()
+        def wait(x, allocator):
+            inside.set()
+            go.wait()
+            return x
+        runner = GraphRunner(wait, spec, [4], pool=pool, name="one")
+        thread = threading.Thread(target=runner, kwargs={"x": torch.zeros(1, 4)})
+        thread.start()
+        inside.wait()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            GraphRunner(lambda x, allocator: x, spec, [4], pool=pool, name="one")(x=torch.zeros(1, 4))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        go.set()
+        thread.join()
+        print("status", status)
+        """
+    )
+    assert "status 0" in done.stdout, done
