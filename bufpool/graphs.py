@@ -13,7 +13,8 @@ Concurrency:
     A runner may be called from any thread and on any stream: one call at a time, and a call on another stream than the
     last one waits on the device for all that was queued there. Replays of all runners of one pool and name come one behind
     the other in the same way. Since the next call overwrites the results of the last one, threads that share a runner use
-    ``fresh=True``. Do not call a runner from a finalizer.
+    ``fresh=True``. Do not call a runner from a finalizer. The first call of a runner captures, and torch captures one graph
+    at a time: let runners capture one after the other.
 """
 
 from __future__ import annotations
@@ -248,7 +249,9 @@ class GraphRunner:
                 self._fill(inputs, rows)
                 bucket.graph.replay()
                 views = [tensor[:rows] for tensor in bucket.results]
-                result = bucket.rebuild(self._copied(bucket, views, rows) if fresh else views)
+                if fresh:
+                    views = self._copied(bucket, views, rows)
+            result = bucket.rebuild(views)
             bucket.replays += 1
             bucket.active_rows += rows
             bucket.host_us += 1e6 * (time.perf_counter() - start)
@@ -424,7 +427,7 @@ class GraphRunner:
                 layout = _layout(result, rows, device)
                 # Dropped before the next capture (Note [Results of a replay]).
                 del result
-                keeper = (graph, static)
+                keeper = (graph, static, self._set)
                 bucket = _Bucket(rows, graph, layout.rebuild, [_over(place, device, keeper) for place in layout.places])
                 bucket.capture_us = 1e6 * (time.perf_counter() - start)
                 buckets.append(bucket)

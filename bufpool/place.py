@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class SharedCaptures:
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
-        self._branches: dict[int, list[tuple[int, int]]] = {}  # by capture: stream and thread of each
+        self._branches: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()  # by capture: stream and thread of each
 
     @property
     def name(self) -> str | None:
@@ -57,8 +58,8 @@ class SharedCaptures:
     def branch(self, capture: int, stream: int, thread: int) -> int:
         """Which branch of a capture a stream is, counted by first use: the same branches of all captures share slots."""
         with process.lock:
-            branches = self._branches.pop(capture, [])
-            self._branches[capture] = branches  # now the last one
+            branches = self._branches.setdefault(capture, [])
+            self._branches.move_to_end(capture)
             while len(self._branches) > self.MOST_CAPTURES:
                 del self._branches[next(iter(self._branches))]
             if (stream, thread) not in branches:

@@ -260,6 +260,7 @@ class OutputPool:
                 lane, is_new_lane = Lane(place.lane_key()), True
         is_growing = room > slot.capacity
         readers = slot.readers
+        is_touched = not slot.is_stable  # torch's block may carry work of this stream
         try:
             if slot.readers:
                 place.wait_for_readers(slot)
@@ -267,6 +268,7 @@ class OutputPool:
                 self._debug.check(slot)
             if is_growing:
                 self._grow(slot, room, place.capture is not None, notes)
+            is_touched = True
             if place.capture is not None and all(pin.capture_id != place.capture for pin in slot.pins):
                 slot.pins.append(Pin(place.capture, place.graph))
             outputs = slot.handout.take(rows)
@@ -274,7 +276,7 @@ class OutputPool:
         except BaseException:
             outputs = None
             if is_new_slot:
-                slot.readers, slot.is_clean = readers, False
+                slot.readers, slot.is_clean = readers, slot.is_clean and not is_touched
             if is_new_slot and not is_from_free:
                 if slot.pins or slot.is_live():
                     self._free.append(slot)  # a graph has seen it already, or a signal handler
@@ -372,6 +374,8 @@ class OutputPool:
                     self._grow(slot, rows, place.capture is not None, notes)
             except BaseException:
                 slot.readers = readers
+                if is_free and not slot.is_stable:
+                    slot.is_clean = False
                 if is_new:
                     self._discard(slot, place.capture is not None)
                 raise
@@ -805,12 +809,12 @@ class OutputPool:
     @contextlib.contextmanager
     def _kept_awake(self, name: str) -> Iterator[None]:
         """Let no ``sleep`` begin while the caller launches a graph."""
-        with self._lock:
-            if self._is_asleep:
-                raise BufpoolError(f"{name}: expected a pool that is awake, got one that sleeps; call wake()")
-            run = _Run()
-            self._runs.add(run)
+        run = _Run()
         try:
+            with self._lock:
+                if self._is_asleep:
+                    raise BufpoolError(f"{name}: expected a pool that is awake, got one that sleeps; call wake()")
+                self._runs.add(run)
             yield
         finally:
             self._runs.discard(run)

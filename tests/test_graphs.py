@@ -11,6 +11,8 @@ import logging
 import threading
 import time
 import types
+import weakref
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,66 @@ def test_runners_of_one_name_wait_for_each_other(pool, on_host, monkeypatch):
         runner._order()
     assert waits == [(9, 1), (1, 9)]
     assert runners[0]._set is runners[1]._set is not runners[2]._set
+
+
+def test_the_order_of_a_set_lasts_as_long_as_a_result(pool, on_host, monkeypatch):
+    kept, over = {}, graphs._over
+
+    def over_and_keep(place, device, keeper):
+        kept[place.address] = keeper  # as the storage does
+        return over(place, device, keeper)
+
+    monkeypatch.setattr(graphs, "_over", over_and_keep)
+    runner = GraphRunner(scale, INPUTS, (4,), pool=pool, name="one")
+    runner(**inputs_of(2))
+    slot_set = weakref.ref(runner._set)
+    for graph, *_ in kept.values():
+        graph.body = None  # which a CUDA graph does not keep
+    del runner, graph
+    gc.collect()
+    assert GraphRunner(scale, INPUTS, (4,), pool=pool, name="one")._set is slot_set()
+
+
+def test_the_type_of_a_result_may_call_a_runner_of_the_same_name(pool, on_host):
+    inside, in_call, is_armed = threading.Event(), threading.Event(), []
+
+    class Pair(namedtuple("Pair", "y total")):  # noqa: PYI024
+        @classmethod
+        def _make(cls, tensors):
+            if is_armed and threading.current_thread().name == "first":
+                inside.set()
+                in_call.wait(20)
+                second(**inputs_of(2))
+            return super()._make(tensors)
+
+    first = GraphRunner(
+        lambda allocator, **inputs: Pair(*scale(**inputs, allocator=allocator)), INPUTS, (4,), pool=pool, name="one"
+    )
+    second = GraphRunner(scale, INPUTS, (4,), pool=pool, name="one")
+    for runner in (first, second):
+        runner(**inputs_of(2))
+    settle = second._settle
+
+    def settle_and_say(*args):
+        in_call.set()
+        settle(*args)
+
+    second._settle = settle_and_say
+    is_armed.append(True)
+
+    def call_second():
+        inside.wait(20)
+        second(**inputs_of(2))
+
+    threads = [
+        threading.Thread(target=lambda: first(**inputs_of(2)), name="first", daemon=True),
+        threading.Thread(target=call_second, name="second", daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_runners_of_one_name_may_meet_in_their_functions(pool):

@@ -17,7 +17,7 @@ from bufpool import slot as slot_module
 from bufpool.arena import ADDRESS_BUDGET, HostArena, TorchArena
 from bufpool.errors import DriverError, WriteContractError
 from bufpool.lane import Lane
-from bufpool.place import Place
+from bufpool.place import Place, SharedCaptures
 
 ASK_DEVICE = driver.is_idle
 GRANULE = 64 * 1024  # of the fake driver
@@ -271,6 +271,14 @@ def test_finalizers_of_two_threads_do_not_wait_for_each_other(make_pool, fake_cu
     assert not any(thread.is_alive() for thread in threads)
 
 
+@pytest.mark.parametrize("line", ["setdefault(capture", "move_to_end", "while len"])
+def test_an_interrupt_loses_no_branch(line):
+    shared = SharedCaptures()
+    assert [shared.branch(1, stream, 0) for stream in (64, 65)] == [0, 1]
+    assert type(interrupted_at([SharedCaptures.branch], line, lambda: shared.branch(1, 66, 0))) is Tick
+    assert [shared.branch(1, stream, 0) for stream in (66, 65, 64)] == [2, 1, 0]
+
+
 def test_captures_in_turn_keep_their_branches(acquire_in, spec):
     found = []
     for capture, stream in ((1, 64), (2, 70), (1, 65), (2, 71), (1, 64)):
@@ -355,6 +363,50 @@ def test_a_call_above_the_limit_does_not_wait_for_the_device(make_pool, fake_cud
     assert fake_cuda.drivers[0].is_clean
 
 
+def test_reserved_memory_serves_at_once_after_a_call_that_was_refused(make_pool, fake_cuda):
+    spec, pool, like = OutputSpec(page=((GRANULE,), torch.uint8)), make_pool(max_bytes=4 * GRANULE), fake_cuda.like(0)
+    pool.reserve(spec, 4, like)
+    (slot,) = pool._free
+    fake_cuda.synchronized.clear()
+    for _ in range(2):
+        with pytest.raises(PoolLimitError):
+            pool.acquire(spec, 5, like)
+    fake_cuda.capture, fake_cuda.stream = 1, 64
+    with pytest.raises(PoolLimitError):
+        pool.acquire(spec, 5, like)
+    outputs = pool.acquire(spec, 4, like)
+    fake_cuda.capture, fake_cuda.stream = None, 0
+    assert addresses(outputs) == slot.addresses
+    assert fake_cuda.synchronized == []
+
+
+def test_a_reserve_that_moved_a_part_of_a_slot_is_waited_for_on_another_stream(make_pool, fake_cuda, monkeypatch):
+    spec = OutputSpec(first=((64,), torch.float32), second=((64,), torch.float32))
+    grow, make = TorchArena.grow, TorchArena.__init__
+    monkeypatch.setattr(TorchArena, "__init__", lambda arena, device: make(arena, torch.device("cpu")))
+    pool, like = make_pool(arena="torch"), fake_cuda.like(0)
+    fake_cuda.stream = 64
+    pool.reserve(spec, 10, like)
+    (slot,) = pool._free
+    former = slot.addresses
+
+    def grow_the_first_alone(arena, nbytes):
+        if arena is slot.arenas[1]:
+            raise driver.DeviceOutOfMemoryError("no memory", nbytes)
+        grow(arena, nbytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TorchArena, "grow", grow_the_first_alone)
+        with pytest.raises(PoolLimitError):
+            pool.reserve(spec, 1000, like)
+    assert slot.addresses[0] != former[0]  # a block that torch gave on stream 64
+    fake_cuda.synchronized.clear()
+    fake_cuda.stream = 65
+    pool.acquire(spec, 10, like)
+    fake_cuda.stream = 0
+    assert fake_cuda.synchronized == [0]
+
+
 @pytest.mark.parametrize("call", ["acquire", "reserve"])
 def test_a_call_that_fails_leaves_the_readers_of_a_free_slot(make_pool, q, events, monkeypatch, call):
     monkeypatch.setattr(driver, "synchronize", lambda index: None)
@@ -420,15 +472,17 @@ def test_a_pool_that_could_not_be_woken_hands_nothing_out(make_pool, monkeypatch
     assert pool.acquire(specs[0], 10, q)[0].shape == (10, 1024)
 
 
-def test_an_interrupt_at_the_start_of_a_run_does_not_keep_the_pool_awake_for_ever(make_pool):
+@pytest.mark.parametrize("line", ["try:", "with self._lock:", "self._runs.add(run)", "yield"])
+def test_an_interrupt_at_the_start_of_a_run_does_not_keep_the_pool_awake(make_pool, line):
     pool = make_pool()
 
     def run():
         with pool._kept_awake("runner"):
             pass
 
-    assert type(interrupted_at([OutputPool._kept_awake.__wrapped__], "try:", run)) is Tick
-    pool.sleep()
+    error = interrupted_at([OutputPool._kept_awake.__wrapped__], line, run)
+    assert type(error) is Tick
+    pool.sleep()  # while the traceback is kept
 
 
 def test_a_fork_in_a_run_does_not_keep_the_pool_of_the_child_awake(make_pool):
