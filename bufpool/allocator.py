@@ -44,13 +44,7 @@ class FreshAllocator:
     def acquire(self, spec: OutputSpec, rows: int, like: Like) -> Any:
         """Return new tensors ``[rows, *row_shape]`` on the device of ``like``, with undefined contents.
 
-        Args:
-            spec: what the kernel writes.
-            rows: leading dimension, >= 0.
-            like: an input tensor, or several (a sequence, or a mapping of names): the outputs live where they live.
-
-        Returns:
-            A named tuple of tensors in the order of the spec.
+        Arguments and result: ``OutputAllocator.acquire``.
 
         Raises:
             DeviceMismatchError: the tensors of ``like`` are on different devices.

@@ -33,6 +33,7 @@ import torch
 
 from . import driver, process
 from .allocator import FreshAllocator, Like, home_device
+from .device import present_device
 from .errors import BufpoolError, CaptureError, DeviceMismatchError, OutputMismatchError
 from .pool import OutputPool, default_pool
 from .spec import OutputSpec, row_count
@@ -43,7 +44,6 @@ from .torch_state import (
     is_current_stream_capturing,
     is_tracing,
     normal_mode,
-    present_device,
     raw_stream,
     tracing_mode,
 )

@@ -69,6 +69,10 @@ class Lane:
     def mapped_bytes(self) -> int:
         return sum(slot.mapped_bytes for slot in self.slots)
 
+    def note_peak(self) -> None:
+        """Memory was mapped."""
+        self.peak_mapped_bytes = max(self.peak_mapped_bytes, self.mapped_bytes)
+
     def take(self, rows: int) -> Any:
         """Outputs of a slot that nobody holds and whose memory is mapped, the current one first; None if there is none.
 

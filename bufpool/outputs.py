@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from .device import parse_device, present_device
 from .errors import DeviceMismatchError, OutputMismatchError
-from .torch_state import has_no_memory, parse_device, present_device
+from .torch_state import has_no_memory
 
 __all__ = ["check_distinct", "check_output"]
 

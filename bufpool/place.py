@@ -60,8 +60,8 @@ class SharedCaptures:
         with process.lock:
             branches = self._branches.setdefault(capture, [])
             self._branches.move_to_end(capture)
-            while len(self._branches) > self.MOST_CAPTURES:
-                del self._branches[next(iter(self._branches))]
+            if len(self._branches) > self.MOST_CAPTURES:
+                self._branches.popitem(last=False)
             if (stream, thread) not in branches:
                 branches.append((stream, thread))
             return branches.index((stream, thread))

@@ -30,6 +30,7 @@ import torch
 from . import driver, host_memory, process
 from .allocator import FreshAllocator, Like, home_device
 from .debug import Debug
+from .device import present_device
 from .errors import BufpoolError, CaptureError, PoolLimitError
 from .lane import Lane
 from .pin import Pin
@@ -48,7 +49,6 @@ from .torch_state import (
     is_pre_dispatch_tracing,
     is_tracing,
     normal_mode,
-    present_device,
     raw_stream,
     tracing_mode,
     transform_level,
@@ -114,7 +114,7 @@ class OutputPool:
         self._peak_bytes = 0
         self._is_asleep = False
         self._is_closed = False
-        self._runs: weakref.WeakSet[_Run] = weakref.WeakSet()
+        self._runner_calls: weakref.WeakSet[_RunnerCall] = weakref.WeakSet()
         """Calls of graph runners under way, during which the pool stays awake."""
         self._finalizer = weakref.finalize(self, process.retired.extend, self._slots)
         self._finalizer.atexit = False
@@ -300,7 +300,7 @@ class OutputPool:
         lane.acquires += 1
         lane.misses += is_growing or (is_new_slot and not is_from_free)
         lane.grows += is_growing
-        lane.peak_mapped_bytes = max(lane.peak_mapped_bytes, lane.mapped_bytes)
+        lane.note_peak()
         if self._debug is not None:
             self._debug.fill(slot, is_capture=place.capture is not None)
         return outputs
@@ -388,7 +388,7 @@ class OutputPool:
                 self._former.grows += is_growing
             elif lane is not None:
                 lane.grows += is_growing
-                lane.peak_mapped_bytes = max(lane.peak_mapped_bytes, lane.mapped_bytes)
+                lane.note_peak()
             return True
 
         self._with_memory("reserve", place, serve)
@@ -562,7 +562,7 @@ class OutputPool:
         """
         if place.capture is not None:
             return driver.is_idle(place.device.index, process.capture_streams(place.device) | {place.stream})
-        if any(process.is_capturing(device) for device in process.devices_at_work(slots)):
+        if process.capturing_device(slots) is not None:
             return False
         process.synchronize(slots)
         return True
@@ -645,7 +645,7 @@ class OutputPool:
             for slot in self._slots
             if slot.device == device and self._is_ours(slot) and not slot.is_live() and not slot.is_pinned()
         ]
-        if not idle or any(process.is_capturing(device) for device in process.devices_at_work(idle)):
+        if not idle or process.capturing_device(idle) is not None:
             return 0
         process.synchronize(idle)
         for slot in idle:
@@ -773,8 +773,10 @@ class OutputPool:
                     live = [slot for slot in ours if slot.is_live() and not slot.is_pinned()]
                     if live:
                         raise BufpoolError(f"sleep: expected no live result outside graphs, got {len(live)}")
-                    if self._runs:
-                        raise BufpoolError(f"sleep: expected no call of a graph runner under way, got {len(self._runs)}")
+                    if self._runner_calls:
+                        raise BufpoolError(
+                            f"sleep: expected no call of a graph runner under way, got {len(self._runner_calls)}"
+                        )
                     fixed = [slot for slot in ours if not slot.is_stable and slot.is_pinned()]
                     if fixed:
                         raise BufpoolError(
@@ -809,15 +811,15 @@ class OutputPool:
     @contextlib.contextmanager
     def _kept_awake(self, name: str) -> Iterator[None]:
         """Let no ``sleep`` begin while the caller launches a graph."""
-        run = _Run()
+        call = _RunnerCall()
         try:
             with self._lock:
                 if self._is_asleep:
                     raise BufpoolError(f"{name}: expected a pool that is awake, got one that sleeps; call wake()")
-                self._runs.add(run)
+                self._runner_calls.add(call)
             yield
         finally:
-            self._runs.discard(run)
+            self._runner_calls.discard(call)
 
     def wake(self) -> None:
         """Map after ``sleep()`` the same sizes at the same addresses. All or nothing.
@@ -848,8 +850,8 @@ class OutputPool:
                         self._is_asleep = False
                         self._show_lanes()
                         self._note_peak()
-                        for lane in [*self._lanes.values(), *self._captures.values()]:
-                            lane.peak_mapped_bytes = max(lane.peak_mapped_bytes, lane.mapped_bytes)
+                        for lane in self._every_lane():
+                            lane.note_peak()
                         notes.append((logging.INFO, f"wake: mapped {sum(slot.mapped_bytes for slot in woken)} bytes again"))
                         return
                     finally:
@@ -915,7 +917,7 @@ class OutputPool:
             self._refuse_reentry("stats")
             self._busy = True
             try:
-                every = [*self._lanes.values(), *self._captures.values()]
+                every = self._every_lane()
                 lanes = tuple(self._lane_stats(lane) for lane in every)
                 former = self._former
                 slots = self._slots
@@ -981,7 +983,7 @@ class OutputPool:
             self._busy = True
             try:
                 self._peak_bytes = self._mapped_bytes(None)
-                for lane in [*self._lanes.values(), *self._captures.values()]:
+                for lane in self._every_lane():
                     lane.peak_mapped_bytes = lane.mapped_bytes
             finally:
                 self._busy = False
@@ -1028,6 +1030,9 @@ class OutputPool:
             + (f", got none: {reason}" if reason else f", got one for kind {natural!r}")
         )
 
+    def _every_lane(self) -> list[Lane]:
+        return [*self._lanes.values(), *self._captures.values()]
+
     def _mapped_bytes(self, device: torch.device | None) -> int:
         return sum(slot.mapped_bytes for slot in self._slots if device is None or slot.device == device)
 
@@ -1035,9 +1040,9 @@ class OutputPool:
         self._peak_bytes = max(self._peak_bytes, self._mapped_bytes(None))
 
     def _refuse_capture(self, call: str) -> None:
-        for device in process.devices_at_work(filter(self._is_ours, self._slots)):
-            if process.is_capturing(device):
-                raise CaptureError(f"{call}: expected no graph capture on {device}, got one under way")
+        device = process.capturing_device(filter(self._is_ours, self._slots))
+        if device is not None:
+            raise CaptureError(f"{call}: expected no graph capture on {device}, got one under way")
 
     @staticmethod
     def _is_ours(slot: Slot) -> bool:
@@ -1048,7 +1053,7 @@ class OutputPool:
         """In the child: a free lock, and no CUDA lanes."""
         self._lock = process.lock
         self._busy = False
-        self._runs = weakref.WeakSet()
+        self._runner_calls = weakref.WeakSet()
         self._has_lost_cuda = process.has_lost_cuda or any(slot.device.type != "cpu" for slot in self._slots)
         self._free = [slot for slot in self._free if slot.device.type == "cpu"]
         for lanes in (self._lanes, self._captures):
@@ -1057,7 +1062,7 @@ class OutputPool:
                     self._forget(lanes, key)
 
 
-class _Run:
+class _RunnerCall:
     """A call of a graph runner."""
 
 

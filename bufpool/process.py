@@ -18,7 +18,7 @@ from .slot import Slot
 
 __all__ = [
     "capture_streams",
-    "devices_at_work",
+    "capturing_device",
     "forget_ended_captures",
     "has_lost_cuda",
     "is_capturing",
@@ -51,7 +51,7 @@ _capture_streams: dict[torch.device, set[int]] = {}
 """Streams on which some pool was used inside a capture that may still be under way."""
 
 
-def devices_at_work(slots: Iterable[Slot]) -> set[torch.device]:
+def _devices_at_work(slots: Iterable[Slot]) -> set[torch.device]:
     """The devices whose work may use memory of these slots: their own, and those of declared readers."""
     return {device for slot in slots for device in (slot.device, *(reader.device for reader in slot.readers))}
 
@@ -63,12 +63,17 @@ def is_capturing(device: torch.device) -> bool:
     return driver.capturing_stream(device.index, capture_streams(device)) is not None
 
 
+def capturing_device(slots: Iterable[Slot]) -> torch.device | None:
+    """One of the devices whose work may use memory of these slots, on which something captures; None if none does."""
+    return next(filter(is_capturing, _devices_at_work(slots)), None)
+
+
 def synchronize(slots: Iterable[Slot]) -> None:
     """Wait for all work that may use memory of these slots.
 
     Whoever gives memory back looks first who holds what, and waits then: what is dropped later may still be worked on.
     """
-    for device in devices_at_work(slots):
+    for device in _devices_at_work(slots):
         if device.type == "cuda":
             driver.synchronize(device.index)
         elif device.type != "cpu":
@@ -127,7 +132,7 @@ def _release_those_idle(idle: dict[torch.device, list[Slot]]) -> None:
         else:
             idle.setdefault(slot.device, []).append(slot)
     for slots in idle.values():
-        if any(is_capturing(one) for one in devices_at_work(slots)):
+        if capturing_device(slots) is not None:
             continue
         synchronize(slots)
         while slots:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 __all__ = [
+    "PER_THREAD_STREAM",
     "current_device",
     "dispatch_depth",
-    "PER_THREAD_STREAM",
     "fake_mode_of",
     "from_dlpack",
     "has_no_memory",
@@ -27,8 +27,6 @@ __all__ = [
     "is_recording",
     "is_tracing",
     "normal_mode",
-    "parse_device",
-    "present_device",
     "raw_stream",
     "to_dlpack",
     "tracing_mode",
@@ -39,40 +37,6 @@ __all__ = [
 
 PER_THREAD_STREAM = 2
 """Raw handle of the default stream that each thread has for itself."""
-
-
-def parse_device(name: str, device: Any) -> torch.device:
-    """An argument as a device.
-
-    Raises:
-        TypeError, ValueError: it names none.
-    """
-    if not isinstance(device, (str, torch.device)):
-        raise TypeError(f"{name}: expected a device, got {device!r}")
-    try:
-        return torch.device(device)
-    except RuntimeError as e:
-        raise ValueError(f"{name}: expected a device, got {device!r}") from e
-
-
-def present_device(name: str, device: Any) -> torch.device:
-    """An argument as a device that is here, ``cuda`` with its index.
-
-    Raises:
-        TypeError, ValueError: it names none, or none that is here.
-    """
-    found = parse_device(name, device)
-    if found.type != "cuda":
-        return found
-    try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (AssertionError, RuntimeError) as e:
-        raise ValueError(f"{name}: expected a device that is here, got {found} ({e})") from e
-    if found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    if found.index >= torch.cuda.device_count():
-        raise ValueError(f"{name}: expected one of {torch.cuda.device_count()} CUDA devices, got {found}")
-    return found
 
 
 def _public_raw_stream(index: int) -> int:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # each other. "bufpool" is the public face, bufpool/__init__.py.
 LAYERS = (
     ("errors", "spec", "poison"),
-    ("torch_state", "host_memory", "driver"),
+    ("torch_state", "device", "host_memory", "driver"),
     ("allocator", "outputs"),
     ("arena",),
     ("handout", "pin"),

@@ -16,7 +16,6 @@ from bufpool import BufpoolError, OutputPool, OutputSpec, PoolLimitError, driver
 from bufpool import slot as slot_module
 from bufpool.arena import ADDRESS_BUDGET, HostArena, TorchArena
 from bufpool.errors import DriverError, WriteContractError
-from bufpool.lane import Lane
 from bufpool.place import Place, SharedCaptures
 
 ASK_DEVICE = driver.is_idle
@@ -271,7 +270,7 @@ def test_finalizers_of_two_threads_do_not_wait_for_each_other(make_pool, fake_cu
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("line", ["setdefault(capture", "move_to_end", "while len"])
+@pytest.mark.parametrize("line", ["setdefault(capture", "move_to_end", "if len"])
 def test_an_interrupt_loses_no_branch(line):
     shared = SharedCaptures()
     assert [shared.branch(1, stream, 0) for stream in (64, 65)] == [0, 1]
@@ -469,10 +468,10 @@ def test_a_pool_that_could_not_be_woken_hands_nothing_out(make_pool, monkeypatch
         with pytest.raises(BufpoolError, match="awake"):
             pool.acquire(specs[0], 10, q)
     pool.wake()
-    assert pool.acquire(specs[0], 10, q)[0].shape == (10, 1024)
+    assert addresses(pool.acquire(specs[0], 10, q)) == pool._slots[0].addresses
 
 
-@pytest.mark.parametrize("line", ["try:", "with self._lock:", "self._runs.add(run)", "yield"])
+@pytest.mark.parametrize("line", ["try:", "with self._lock:", "self._runner_calls.add(call)", "yield"])
 def test_an_interrupt_at_the_start_of_a_run_does_not_keep_the_pool_awake(make_pool, line):
     pool = make_pool()
 
@@ -517,15 +516,16 @@ def test_a_release_that_fails_loses_one_address_range_and_nothing_else(make_pool
     for index in (0, 1):
         pool.acquire(spec, 10, fake_cuda.like(index))
     first, second = fake_cuda.drivers[:2]
-    failing = [fake for fake in (first, second) if fake.fail_after(len(spec)) is None]  # the first unmappings succeed
+    for fake in (first, second):
+        fake.fail_after(len(spec))
     with pytest.raises(DriverError):
         pool.close()
-    for fake in failing:
+    for fake in (first, second):
         fake.fail_at = None
     process.release_retired()
     assert first.mapped_bytes == second.mapped_bytes == 0
     assert len(first.reservations) + len(second.reservations) == 1
-    for fake in failing:
+    for fake in (first, second):
         fake.reservations.clear()
 
 
@@ -616,7 +616,6 @@ def test_a_lane_that_is_dropped_to_make_room_does_not_keep_the_new_slot(make_poo
     outputs = pool.acquire(spec, 10, fake_cuda.like(0))
     assert [slot for lane in pool._lanes.values() for slot in lane.slots] == pool._slots
     assert pool._slots[0].addresses == addresses(outputs)
-    assert isinstance(next(iter(pool._lanes.values())), Lane)
 
 
 def test_the_error_of_an_overrun_keeps_no_memory(spec, q, monkeypatch):

@@ -30,10 +30,10 @@ from typing import Any
 
 import torch
 
+from ..device import parse_device
 from ..errors import BufpoolError, CaptureError, OutputMismatchError
 from ..pool import OutputPool, default_pool
 from ..spec import OutputSpec
-from ..torch_state import parse_device
 
 __all__ = ["WorkspaceManager", "use_workspace_lane"]
 
