@@ -456,7 +456,7 @@ _sets: weakref.WeakKeyDictionary[OutputPool, weakref.WeakValueDictionary[str, _S
 
 
 def _slot_set(pool: OutputPool, name: str | None) -> _SlotSet:
-    """The set of runners of this name; it lasts as long as one of them. Without a name a new one."""
+    """The set of runners of this name; it lasts as long as one of them, or a result. Without a name a new one."""
     if name is None:
         return _SlotSet()
     with process.lock:
