@@ -264,7 +264,9 @@ class TorchArena(Arena):
             return
         if self._device.type == "cuda":
             stream = torch.cuda.current_stream(self._device)
-            if stream.cuda_stream != 0 and torch.cuda.is_current_stream_capturing():
+            with torch.cuda.device(self._device):
+                is_capturing = stream.cuda_stream != 0 and torch.cuda.is_current_stream_capturing()
+            if is_capturing:
                 raise CaptureError(
                     f"{self._device}: expected memory mapped before the capture, got a growth to {wanted} bytes inside it;"
                     " an arena of kind 'torch' moves when it grows: call reserve() before capturing"

@@ -136,7 +136,7 @@ class Place:
             elif is_capturing:
                 if not self._is_branch(stream):
                     return False
-            elif not driver.is_stream_idle(self.device.index, stream):
+            elif not driver.is_stream_idle(reader.device.index, stream):
                 return False
         return True
 

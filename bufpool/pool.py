@@ -37,6 +37,7 @@ from .pin import Pin
 from .place import Place, SharedCaptures
 from .slot import Slot
 from .spec import OutputSpec, row_count
+from .spills import Spills
 from .stats import LaneStats, PoolStats
 from .torch_state import (
     PER_THREAD_STREAM,
@@ -110,6 +111,7 @@ class OutputPool:
         self._free: list[Slot] = []
         self._served: set[torch.device] = set()  # devices of which the log says what serves
         self._slots: list[Slot] = []  # all of them; the finalizer owns this list too
+        self._spills = Spills()
         self._former = _Counts()
         self._peak_bytes = 0
         self._is_asleep = False
@@ -225,6 +227,8 @@ class OutputPool:
             if self._debug is not None:
                 self._debug.fill_spilled(outputs)
         with self._lock:
+            if place.device.type == "cuda":
+                self._spills.note(outputs)
             counts = self._lanes.get(place.key, self._former)
             counts.acquires += 1
             counts.misses += 1
@@ -441,7 +445,8 @@ class OutputPool:
 
         What is queued on ``stream`` until the last holder drops the result counts, also work queued after this call.
         ``torch.Tensor.record_stream`` has no effect on memory of the pool: use this one. Results that spilled are torch's
-        own memory and are passed on to it.
+        own memory; torch is told, whatever keeps them: also a tensor that came back from a DLPack capsule, of which
+        torch's own method knows nothing.
 
         Args:
             outputs: what ``acquire`` returned, or some of its tensors, or views of them.
@@ -465,17 +470,20 @@ class OutputPool:
                 self._refuse_reentry("record_stream")
                 self._busy = True
                 try:
-                    slot = next((slot for slot in self._slots if slot.has_address(address)), None)
+                    slots = (*self._slots, *process.retired)  # results outlive their pool
+                    slot = next((slot for slot in slots if slot.has_address(address)), None)
                     if slot is not None:
-                        if all(reader.cuda_stream != stream.cuda_stream for reader in slot.readers):
+                        known = ((reader.device, reader.cuda_stream) for reader in slot.readers)
+                        if (stream.device, stream.cuda_stream) not in known:
                             slot.readers = [*slot.readers, stream]
                         continue
+                    spilled = self._spills.at(address)
                 finally:
                     self._busy = False
             for pool in list(process.pools):
                 if pool is not self and any(slot.has_address(address) for slot in list(pool._slots)):
                     raise ValueError("outputs: expected a result of this pool, got one of another pool")
-            tensor.record_stream(stream)
+            (tensor if spilled is None else spilled).record_stream(stream)
 
     # Memory
 

@@ -28,6 +28,7 @@ __all__ = [
     "is_tracing",
     "normal_mode",
     "raw_stream",
+    "storage_of_weak",
     "to_dlpack",
     "tracing_mode",
     "transform_level",
@@ -68,6 +69,9 @@ from_dlpack: Callable[[Any], torch.Tensor] = getattr(torch._C, "_from_dlpack", t
 
 to_dlpack: Callable[[torch.Tensor], Any] = torch._C._to_dlpack
 """Unversioned DLPack capsule of a tensor; the public name of this very function is torch.utils.dlpack.to_dlpack."""
+
+storage_of_weak: Callable[[int], torch.UntypedStorage | None] = torch.UntypedStorage._new_with_weak_ptr
+"""The storage that ``cdata`` of a ``StorageWeakRef`` points to; None if it has ended."""
 
 
 def _no_level() -> None:

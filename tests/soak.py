@@ -743,7 +743,9 @@ class Worker:
         else:
             parts = [Part(place, tensor.detach() if kind == "alias" else tensor, "tensor")]
         names = ", ".join(spec.names)
-        label = f"{kind} of {rows} rows of ({names}), {self.operation} at step {self.step} of thread {self.number}"
+        memory = "a gone pool's" if pool is None else "the pool's" if self.is_pooled(pool, tensor) else "torch's"
+        what = f"{kind} of {rows} rows of ({names}), {memory} memory"
+        label = f"{what}, {self.operation} at step {self.step} of thread {self.number}"
         return Held(parts, spec, rows, content, pool, stream, label)
 
     def hold(self, held: Held) -> None:
@@ -967,7 +969,7 @@ class Worker:
             return
         held = self.held_of(outputs, spec, Seeded(seed), self.world.main, stream, "one")
         del outputs
-        if self.is_pooled(held):
+        if self.is_pooled(self.world.main, held.parts[0].thing):
             before = self.refusals.total()
             with (
                 self.world.gate.shared(),
@@ -979,10 +981,10 @@ class Worker:
                 raise AssertionError("sleep: expected a refusal while a result is held, got none")
         self.drop(held)
 
-    def is_pooled(self, held: Held) -> bool:
+    def is_pooled(self, pool: Any, tensor: torch.Tensor) -> bool:
         """Whether the memory is the pool's and not torch's own."""
-        address = held.parts[0].tensor(held.spec, held.rows, self.world.device.device).untyped_storage().data_ptr()
-        return any(slot.has_address(address) for slot in list(self.world.main._slots))
+        address = tensor.untyped_storage().data_ptr()
+        return any(slot.has_address(address) for slot in list(pool._slots))
 
     def sleep_and_wake(self) -> None:
         """All threads drop their eager results, the pool sleeps, torch uses the memory, the pool wakes."""

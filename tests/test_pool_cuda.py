@@ -712,6 +712,34 @@ def test_record_stream_passes_a_spilled_result_on_to_torch(make_pool, spec, q):
     assert holds(held, 1)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "capsule"])
+def test_a_reader_of_a_spilled_result_is_waited_for_whatever_keeps_it(make_pool, spec, q, kind):
+    pool = make_pool(max_slots=1)
+    held = pool.acquire(spec, 4096, q)
+    reader = torch.cuda.Stream()
+    kept = [*pool.acquire(spec, 4096, q)]
+    assert pool.stats().spills == 1
+    write(kept, 5)
+    former = {tensor.data_ptr() for tensor in kept}
+    if kind == "capsule":
+        capsules = [torch.utils.dlpack.to_dlpack(tensor) for tensor in kept]
+        kept = [torch.from_dlpack(capsule) for capsule in capsules]
+    reader.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(reader):
+        torch.cuda._sleep(SLOW_CYCLES)
+        copies = [tensor.clone() for tensor in kept]
+    pool.record_stream(kept, reader)
+    kept.clear()
+    others = [pool.acquire(spec, 4096, q) for _ in range(4)]
+    assert pool.stats().spills == 5
+    assert not former & {tensor.data_ptr() for outputs in others for tensor in outputs}
+    for outputs in others:
+        write(outputs, 9)
+    torch.cuda.synchronize()
+    assert holds(copies, 5)
+    del held
+
+
 def test_record_stream_says_what_it_wants(pool, spec, q):
     outputs = pool.acquire(spec, 4, q)
     with pytest.raises(TypeError, match=r"expected a torch\.cuda\.Stream, got 'side'"):

@@ -12,7 +12,8 @@ import pytest
 import torch
 from interrupts import Tick, interrupted_at
 
-from bufpool import BufpoolError, OutputPool, OutputSpec, PoolLimitError, driver, handout, process
+from bufpool import BufpoolError, FreshAllocator, OutputPool, OutputSpec, PoolLimitError, driver, handout, process
+from bufpool import pool as pool_module
 from bufpool import slot as slot_module
 from bufpool.arena import ADDRESS_BUDGET, HostArena, TorchArena
 from bufpool.errors import DriverError, WriteContractError
@@ -316,23 +317,72 @@ def test_a_slot_that_a_failed_call_left_in_a_graph_waits_for_its_replays(acquire
     assert fake_cuda.synchronized == [0]
 
 
-def test_a_reader_can_be_declared_while_the_pool_sleeps(acquire_in, spec, monkeypatch):
+@pytest.fixture
+def stream_class(monkeypatch):
     class Stream:
-        cuda_stream = 77
-        device = torch.device("cuda", 0)
+        def __init__(self, index, handle):
+            self.device = torch.device("cuda", index)
+            self.cuda_stream = handle
 
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    return Stream
+
+
+@pytest.fixture
+def on_cuda():
     class OnCuda(torch.Tensor):
         is_cuda = True
 
         def record_stream(self, stream):
             raise AssertionError("passed on to torch, which does nothing for memory that is not its own")
 
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    return OnCuda
+
+
+def test_a_reader_can_be_declared_while_the_pool_sleeps(acquire_in, spec, on_cuda, stream_class):
     held = acquire_in(1, 64, spec)
     acquire_in.pool.sleep()
-    acquire_in.pool.record_stream(held[0].as_subclass(OnCuda), Stream())
+    acquire_in.pool.record_stream(held[0].as_subclass(on_cuda), stream_class(0, 77))
     acquire_in.pool.wake()
     assert [reader.cuda_stream for reader in acquire_in.pool._slots[0].readers] == [77]
+
+
+def test_readers_on_the_default_streams_of_two_devices_are_two(acquire_in, spec, on_cuda, stream_class):
+    held = acquire_in(1, 64, spec)
+    for index in (0, 1, 1):
+        acquire_in.pool.record_stream(held[0].as_subclass(on_cuda), stream_class(index, 0))
+    readers = acquire_in.pool._slots[0].readers
+    assert [(reader.device.index, reader.cuda_stream) for reader in readers] == [(0, 0), (1, 0)]
+
+
+def test_a_reader_of_a_result_whose_pool_is_closed_is_waited_for(make_pool, fake_cuda, spec, on_cuda, stream_class):
+    pool = make_pool()
+    held = list(pool.acquire(spec, 64, fake_cuda.like(0)))
+    pool.close()
+    pool.record_stream(held[0].as_subclass(on_cuda), stream_class(1, 77))
+    held.clear()
+    fake_cuda.synchronized.clear()
+    make_pool().close()
+    assert sorted(fake_cuda.synchronized) == [0, 1]
+
+
+def test_a_spilled_result_that_came_back_from_a_capsule_tells_torch_by_its_own_storage(
+    make_pool, spec, fake_cuda, on_cuda, stream_class, monkeypatch
+):
+    told = []
+    fresh = FreshAllocator()
+    on_host = types.SimpleNamespace(acquire=lambda spec, rows, like: fresh.acquire(spec, rows, torch.zeros(1)))
+    monkeypatch.setattr(pool_module, "_fresh", on_host)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: told.append((self.data_ptr(), self.nbytes)))
+    pool = make_pool(max_slots=1)
+    held = pool.acquire(spec, 64, fake_cuda.like(0))
+    spilled = pool.acquire(spec, 64, fake_cuda.like(0))
+    assert pool.stats().spills == 1
+    view = torch.from_dlpack(torch.utils.dlpack.to_dlpack(spilled[0][3:]))
+    whole = (spilled[0].data_ptr(), spilled[0].nbytes)
+    del spilled, held
+    pool.record_stream(view.as_subclass(on_cuda), stream_class(0, 77))
+    assert told == [whole]
 
 
 # Errors and interrupts

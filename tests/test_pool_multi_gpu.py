@@ -126,3 +126,25 @@ def unused_port():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         return probe.getsockname()[1]
+
+
+def test_default_streams_of_two_devices_are_two_readers():
+    with bufpool.OutputPool() as pool:
+        streams = [torch.cuda.default_stream(0), torch.cuda.default_stream(1)]
+        outputs = pool.acquire(SPEC, 100, input_on(0))
+        for stream in streams:
+            pool.record_stream(outputs, stream)
+        (slot,) = pool._slots
+        assert slot.readers == streams
+        del outputs
+
+
+def test_an_arena_of_torch_sees_a_capture_on_the_device_that_is_not_current():
+    with bufpool.OutputPool(arena="torch") as pool:
+        q, stream = input_on(1), torch.cuda.Stream(1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(1), torch.cuda.graph(graph, stream=stream):
+            q.add_(1)
+            with torch.cuda.device(0), pytest.raises(bufpool.CaptureError, match="before the capture"):
+                pool.acquire(SPEC, 100, q)
+        assert pool.stats().mapped_bytes == 0
