@@ -53,6 +53,7 @@ __all__ = ["BucketStats", "GraphRunner", "RunnerStats"]
 _logger = logging.getLogger("bufpool")
 _fresh = FreshAllocator()
 _numbers = itertools.count(1)
+_no_turn = contextlib.nullcontext()
 _RESERVED_NAMES = ("allocator", "fresh")
 
 
@@ -194,7 +195,7 @@ class GraphRunner:
     def capture(self, like: Like | torch.device | str) -> None:
         """Capture all buckets now, largest first; the first call does it otherwise. Does nothing the second time.
 
-        The device is synchronised, so no other capture may be under way in the process.
+        The device is synchronised, so no other capture may be under way in the process. Runners wait for each other.
 
         Args:
             like: where the inputs will live: a tensor, several, or a device. Without CUDA nothing is captured.
@@ -207,7 +208,7 @@ class GraphRunner:
             ValueError: ``like`` is a device that is not here.
         """
         device = present_device("like", like) if isinstance(like, (str, torch.device)) else home_device(like)
-        with self._entered(), torch.no_grad():
+        with self._turn(device), self._entered(), torch.no_grad():
             self._settle(device, "like")
 
     def __call__(self, /, *, fresh: bool = False, **inputs: torch.Tensor) -> Any:
@@ -236,7 +237,7 @@ class GraphRunner:
         rows, device = self._check(inputs)
         if tracing_mode() or has_no_memory(inputs):
             return self._fn(**inputs, allocator=self._pool)
-        with self._entered(), torch.no_grad():
+        with self._turn(device), self._entered(), torch.no_grad():
             self._settle(device, self._inputs.names[0])
             bucket = next((bucket for bucket in self._buckets if bucket.rows >= rows), None) if rows else None
             if bucket is None:
@@ -289,6 +290,10 @@ class GraphRunner:
         self.close()
 
     # One call
+
+    def _turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """A turn to capture, for a call that may have to; first calls of runners wait for each other."""
+        return process.capture_turn if not self._buckets and _can_capture(device) else _no_turn
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from .slot import Slot
 
 __all__ = [
     "capture_streams",
+    "capture_turn",
     "capturing_device",
     "forget_ended_captures",
     "has_lost_cuda",
@@ -43,6 +44,8 @@ class Pool(Protocol):
 
 lock = threading.RLock()
 """One for all pools (``pool``, Note [One acquire at a time]). A forked child has another one."""
+capture_turn = threading.RLock()
+"""Held by the thread whose graph runner captures: torch captures one graph at a time. Taken before any other lock."""
 pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 retired: deque[Slot] = deque()
 """Slots whose pool is closed or collected; finalizers append here and do nothing else."""
@@ -157,10 +160,11 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
-    global has_lost_cuda, _is_releasing, lock
+    global capture_turn, has_lost_cuda, _is_releasing, lock
     _capture_streams.clear()
     has_lost_cuda = _had_cuda
     lock = threading.RLock()
+    capture_turn = threading.RLock()
     _is_releasing = False
     ADDRESS_BUDGET.after_fork()
     for pool in list(pools):

@@ -13,6 +13,7 @@ import time
 import types
 import weakref
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from bufpool import (
     OutputSpec,
     driver,
     graphs,
+    process,
 )
 from bufpool.graphs import GraphRunner
 from bufpool.ops import sparse_mla_prefill
@@ -652,6 +654,50 @@ def test_the_example_serves_chunks_of_any_size(run_script):
     assert ("every call runs eagerly" in done.stdout) is not torch.cuda.is_available()
 
 
+def test_first_calls_of_runners_capture_one_after_another(pool, on_host, monkeypatch):
+    begun, inside, most = threading.Barrier(4), [], []
+    capture = graphs._capture
+
+    def watched(*args):
+        inside.append(threading.get_ident())
+        most.append(len(set(inside)))
+        time.sleep(0.002)
+        try:
+            return capture(*args)
+        finally:
+            inside.remove(threading.get_ident())
+
+    monkeypatch.setattr(graphs, "_capture", watched)
+    runners = [GraphRunner(scale, INPUTS, BUCKETS, pool=pool, pad={"factor": -1}) for _ in range(4)]
+
+    def call(runner):
+        inputs = inputs_of(3)
+        begun.wait()
+        return equal(runner(**inputs), expected(inputs))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(call, runners))
+    assert len(most) == 4 * len(BUCKETS)
+    assert max(most) == 1
+    assert not process.capture_turn._is_owned()
+    for runner in runners:
+        runner.close()
+
+
+def test_a_first_call_inside_the_warm_up_of_another_runner_is_served(pool, on_host):
+    inner = GraphRunner(scale, INPUTS, [4], pool=pool)
+
+    def outer(x, factor, allocator):
+        if isinstance(allocator, FreshAllocator):
+            inner(x=x, factor=factor)
+        return scale(x, factor, allocator)
+
+    with inner, GraphRunner(outer, INPUTS, [4], pool=pool) as runner:
+        inputs = inputs_of(4)
+        assert equal(runner(**inputs), expected(inputs))
+        assert len(inner.stats().buckets) == 1
+
+
 # On CUDA
 
 
@@ -896,6 +942,27 @@ def test_runners_with_one_name_share_their_slots(pool):
     assert shared.slots == 1
     for runner in runners:
         runner.close()
+
+
+@on_cuda
+def test_first_calls_of_runners_in_several_threads(pool):
+    for attempt in range(10):
+        begun = threading.Barrier(4)
+        runners = [GraphRunner(scale, INPUTS, BUCKETS, pool=pool, pad={"factor": -1}) for _ in range(4)]
+        given = [inputs_of(1 + number, start=attempt + 1, device="cuda") for number in range(4)]
+        want = [expected(inputs) for inputs in given]
+        torch.cuda.synchronize()
+
+        def call(number, begun=begun, runners=runners, given=given):
+            begun.wait()
+            return runners[number](**given[number])
+
+        with ThreadPoolExecutor(4) as threads:
+            results = list(threads.map(call, range(4)))
+        assert all(map(equal, results, want))
+        results.clear()
+        for runner in runners:
+            runner.close()
 
 
 @pytest.mark.multi_gpu

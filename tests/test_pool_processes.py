@@ -412,12 +412,14 @@ def test_a_runner_in_a_forked_child_does_not_wait_for_a_thread_of_its_parent(run
     done = run_script(
         """
         import os, signal, threading, torch, bufpool
+        from bufpool import process
         from bufpool.graphs import GraphRunner
         spec, pool = bufpool.OutputSpec(x=((4,), torch.float32)), bufpool.OutputPool()
         inside, go = threading.Event(), threading.Event()
         def wait(x, allocator):
-            inside.set()
-            go.wait()
+            with process.capture_turn:  # as it is held for a first call on CUDA
+                inside.set()
+                go.wait()
             return x
         runner = GraphRunner(wait, spec, [4], pool=pool, name="one")
         thread = threading.Thread(target=runner, kwargs={"x": torch.zeros(1, 4)})
@@ -427,7 +429,7 @@ def test_a_runner_in_a_forked_child_does_not_wait_for_a_thread_of_its_parent(run
         if child == 0:
             signal.alarm(10)
             GraphRunner(lambda x, allocator: x, spec, [4], pool=pool, name="one")(x=torch.zeros(1, 4))
-            os._exit(0)
+            os._exit(0 if process.capture_turn.acquire(blocking=False) else 3)
         _, status = os.waitpid(child, 0)
         go.set()
         thread.join()
