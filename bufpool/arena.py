@@ -281,8 +281,8 @@ class TorchArena(Arena):
             if self._device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
                 raise
             raise DeviceOutOfMemoryError(f"{self._device}: torch.empty of {wanted} bytes: {error}", wanted) from error
-        self._memory = memory
-        self.address = round_up(memory.data_ptr(), BASE_ALIGNMENT)
+        address = round_up(memory.data_ptr(), BASE_ALIGNMENT)
+        self._memory, self.address = memory, address
         self.mapped_bytes = self.reserved_bytes = wanted
 
     def shrink(self, nbytes: int) -> None:

@@ -37,7 +37,6 @@ from .pin import Pin
 from .place import Place, SharedCaptures
 from .slot import Slot
 from .spec import OutputSpec, row_count
-from .spills import Spills
 from .stats import LaneStats, PoolStats
 from .torch_state import (
     PER_THREAD_STREAM,
@@ -111,7 +110,6 @@ class OutputPool:
         self._free: list[Slot] = []
         self._served: set[torch.device] = set()  # devices of which the log says what serves
         self._slots: list[Slot] = []  # all of them; the finalizer owns this list too
-        self._spills = Spills()
         self._former = _Counts()
         self._peak_bytes = 0
         self._is_asleep = False
@@ -121,7 +119,7 @@ class OutputPool:
         self._finalizer = weakref.finalize(self, process.retired.extend, self._slots)
         self._finalizer.atexit = False
         process.watch_forks()
-        process.pools.add(self)
+        process.pools[id(self)] = self
 
     # Handing out
 
@@ -226,9 +224,12 @@ class OutputPool:
             outputs = _fresh.acquire(place.spec, rows, like)
             if self._debug is not None:
                 self._debug.fill_spilled(outputs)
+        storages = []
+        if place.device.type == "cuda":
+            with without_modes():
+                storages = [tensor.untyped_storage() for tensor in outputs if type(tensor) is torch.Tensor]
         with self._lock:
-            if place.device.type == "cuda":
-                self._spills.note(outputs)
+            process.spills.note(storages)
             counts = self._lanes.get(place.key, self._former)
             counts.acquires += 1
             counts.misses += 1
@@ -454,10 +455,13 @@ class OutputPool:
 
         Raises:
             TypeError: not tensors, or not a CUDA stream.
-            ValueError: a tensor is not on a CUDA device, or belongs to another pool.
+            ValueError: a tensor is not on a CUDA device, or belongs to another pool; the stream is the per-thread default
+                one, which is another stream in the thread that waits for it.
         """
         if not isinstance(stream, torch.cuda.Stream):
             raise TypeError(f"stream: expected a torch.cuda.Stream, got {stream!r}")
+        if stream.cuda_stream == PER_THREAD_STREAM:
+            raise ValueError("stream: expected one that is the same in all threads, got the per-thread default stream")
         for tensor in [outputs] if isinstance(outputs, torch.Tensor) else list(outputs):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"outputs: expected tensors, got {tensor!r}")
@@ -470,17 +474,17 @@ class OutputPool:
                 self._refuse_reentry("record_stream")
                 self._busy = True
                 try:
-                    slots = (*self._slots, *process.retired)  # results outlive their pool
+                    slots = [*self._slots, *process.retired.copy()]  # results outlive their pool
                     slot = next((slot for slot in slots if slot.has_address(address)), None)
                     if slot is not None:
                         known = ((reader.device, reader.cuda_stream) for reader in slot.readers)
                         if (stream.device, stream.cuda_stream) not in known:
                             slot.readers = [*slot.readers, stream]
                         continue
-                    spilled = self._spills.at(address)
+                    spilled = process.spills.at(address)
                 finally:
                     self._busy = False
-            for pool in list(process.pools):
+            for pool in process.every_pool():
                 if pool is not self and any(slot.has_address(address) for slot in list(pool._slots)):
                     raise ValueError("outputs: expected a result of this pool, got one of another pool")
             (tensor if spilled is None else spilled).record_stream(stream)
@@ -806,6 +810,7 @@ class OutputPool:
                         self._show_lanes()
                         for slot in asleep:
                             slot.wake()
+                        process.synchronize(slot for slot in asleep if not slot.is_stable)  # as wake() does
                         self._is_asleep = False
                         self._show_lanes()
                         raise
@@ -834,6 +839,7 @@ class OutputPool:
 
         Raises:
             PoolLimitError: the memory is not there any more; the pool still sleeps.
+            CaptureError: something captures, and there are arenas of kind ``torch``, whose blocks are new.
             BufpoolError: the pool does not sleep or is closed.
         """
         for attempt in range(2):
@@ -846,11 +852,15 @@ class OutputPool:
                         self._check_open()
                         if not self._is_asleep:
                             raise BufpoolError("wake: expected a pool that sleeps, got one that is awake")
+                        if not all(slot.is_stable for slot in self._slots):
+                            self._refuse_capture("wake")
                         woken: list[Slot] = []
                         try:
                             for slot in filter(self._is_ours, self._slots):
                                 slot.wake()
                                 woken.append(slot)
+                            # torch's blocks may carry work of this stream, and lanes are of other streams.
+                            process.synchronize(slot for slot in woken if not slot.is_stable)
                         except BaseException:
                             for slot in woken:
                                 slot.sleep()
@@ -887,11 +897,11 @@ class OutputPool:
                     for key in list(lanes):
                         self._forget(lanes, key)
                 self._free.clear()
-                slots, self._slots[:] = list(self._slots), []
-                for slot in slots:
+                for slot in self._slots:
                     # What no graph can report as gone lasts until now, by contract.
                     slot.pins = [pin for pin in slot.pins if pin.is_tracked]
-                process.retired.extend(slots)
+                process.retired.extend(self._slots)
+                self._slots.clear()  # second: handed in twice is better than lost
             finally:
                 self._busy = False
         process.release_retired()

@@ -15,11 +15,13 @@ import torch
 from . import driver
 from .arena import ADDRESS_BUDGET
 from .slot import Slot
+from .spills import Spills
 
 __all__ = [
     "capture_streams",
     "capture_turn",
     "capturing_device",
+    "every_pool",
     "forget_ended_captures",
     "has_lost_cuda",
     "is_capturing",
@@ -28,6 +30,7 @@ __all__ = [
     "pools",
     "release_retired",
     "retired",
+    "spills",
     "synchronize",
     "watch_forks",
 ]
@@ -46,12 +49,20 @@ lock = threading.RLock()
 """One for all pools (``pool``, Note [One acquire at a time]). A forked child has another one."""
 capture_turn = threading.RLock()
 """Held by the thread whose graph runner captures: torch captures one graph at a time. Taken before any other lock."""
-pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
+"""By ``id``: its references, unlike those of a WeakSet, are listed at one stroke while other threads make pools."""
+spills = Spills()
+"""Results that spilled from any pool; they outlive it."""
 retired: deque[Slot] = deque()
 """Slots whose pool is closed or collected; finalizers append here and do nothing else."""
 _is_releasing = False
 _capture_streams: dict[torch.device, set[int]] = {}
 """Streams on which some pool was used inside a capture that may still be under way."""
+
+
+def every_pool() -> list[Pool]:
+    """The pools that live."""
+    return [pool for reference in pools.valuerefs() if (pool := reference()) is not None]
 
 
 def _devices_at_work(slots: Iterable[Slot]) -> set[torch.device]:
@@ -126,14 +137,16 @@ def _release_retired_now() -> None:
 def _release_those_idle(idle: dict[torch.device, list[Slot]]) -> None:
     """Sort the retired slots that are idle into ``idle``, by device, and take each out as it is released."""
     for _ in range(len(retired)):
-        slot = retired.popleft()
-        if slot.device.type != "cpu" and slot.process_id != os.getpid():
-            continue  # of the parent process
+        slot = retired[0]  # it stays there while it is asked: an interrupt loses nothing, and readers find it
+        if slot.is_released or (slot.device.type != "cpu" and slot.process_id != os.getpid()):
+            retired.popleft()  # of the parent process, or handed in twice by an interrupted close()
+            continue
         slot.pins = [pin for pin in slot.pins if pin.is_tracked]  # the pool is closed: others cannot end
         if slot.is_live() or slot.is_pinned():
-            retired.append(slot)
+            retired.rotate(-1)
         else:
             idle.setdefault(slot.device, []).append(slot)
+            retired.popleft()
     for slots in idle.values():
         if capturing_device(slots) is not None:
             continue
@@ -167,5 +180,5 @@ def _after_fork() -> None:
     capture_turn = threading.RLock()
     _is_releasing = False
     ADDRESS_BUDGET.after_fork()
-    for pool in list(pools):
+    for pool in every_pool():
         pool._after_fork()

@@ -47,6 +47,7 @@ class Slot:
         "guard",
         "handout",
         "is_clean",
+        "is_released",
         "is_short",
         "kind",
         "mapped_bytes",
@@ -73,6 +74,7 @@ class Slot:
         self.asleep_bytes: list[int] | None = None
         self.process_id = os.getpid()
         self.granted_bytes = 0
+        self.is_released = False
         self.is_short = False
         """Whether the reservation is smaller than the device's memory."""
         self.arenas = self._reserve(rows)
@@ -187,7 +189,7 @@ class Slot:
 
     def is_live(self) -> bool:
         """Whether somebody holds memory of the last hand-out."""
-        return self.handout.is_live()
+        return not self.is_released and self.handout.is_live()
 
     def is_pinned(self) -> bool:
         """Whether a living graph contains its addresses; forgets the graphs that are gone."""
@@ -233,6 +235,8 @@ class Slot:
             CaptureError: an arena of kind ``torch`` would have to grow inside a capture.
         """
         former = [arena.mapped_bytes for arena in self.arenas]
+        if not self.is_stable:
+            self.handout.capacity = 0  # wherever it ends, nothing is handed out over blocks that are gone
         try:
             for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True):
                 arena.grow(rows * row_bytes)
@@ -284,15 +288,16 @@ class Slot:
     def _settle(self) -> None:
         self.guard = None
         self.mapped_bytes = sum(arena.mapped_bytes for arena in self.arenas)
+        if not self.is_stable:
+            self.handout.move(self.addresses)
         self.handout.capacity = min(
             arena.mapped_bytes // row_bytes for arena, row_bytes in zip(self.arenas, self.spec.row_bytes, strict=True)
         )
-        if not self.is_stable:
-            self.handout.move(self.addresses)
 
     def release(self) -> None:
         """Give everything back, addresses too. It must neither live nor be pinned."""
         self.handout.release()  # first: it refuses while a result lives
+        self.is_released = True
         with contextlib.ExitStack() as every:  # an arena that fails keeps no other one
             for arena in self.arenas:
                 every.callback(arena.release)

@@ -19,34 +19,37 @@ __all__ = ["Spills"]
 class Spills:
     """The storages of spilled results, as long as they live. It keeps none of them alive.
 
-    Concurrency: the pool's lock serialises.
+    Concurrency: the pools' lock serialises. A finalizer that runs inside a call may spill too.
     """
 
     LEAST_ENTRIES = 64
     """Ended storages are forgotten when there are more entries than this, and than twice those alive last time."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[int, int, StorageWeakRef]] = []  # first address, last one + 1
+        self._entries: list[StorageWeakRef] = []
         self._most = self.LEAST_ENTRIES
+        self._is_forgetting = False
 
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+    def note(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Remember new results."""
-        count = len(self._entries)
-        if count >= self._most:
-            self._most = 2 * count  # first: a finalizer may spill meanwhile, and append
-            self._entries[:count] = [entry for entry in self._entries[:count] if not entry[2].expired()]  # type: ignore[no-untyped-call]
-            self._most = max(self.LEAST_ENTRIES, 2 * len(self._entries))
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            start = storage.data_ptr()
-            self._entries.append((start, start + storage.nbytes(), StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+        self._entries += [StorageWeakRef(storage) for storage in storages]  # type: ignore[no-untyped-call]
+        if len(self._entries) > self._most and not self._is_forgetting:
+            self._is_forgetting = True  # what a finalizer adds meanwhile stands behind those that are looked at
+            try:
+                self._forget(len(self._entries))
+            finally:
+                self._is_forgetting = False
+
+    def _forget(self, count: int) -> None:
+        """Forget those of the first ``count`` that have ended."""
+        self._entries[:count] = [weak for weak in self._entries[:count] if not weak.expired()]  # type: ignore[no-untyped-call]
+        self._most = max(self.LEAST_ENTRIES, 2 * len(self._entries))
 
     def at(self, address: int) -> torch.Tensor | None:
         """The bytes of the living result at this address, over its own storage; None if there is none."""
-        for start, end, weak in self._entries[::-1]:
-            if start <= address < end:
-                storage = storage_of_weak(weak.cdata)
-                if storage is not None:
-                    with without_modes():
-                        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for weak in self._entries[::-1]:
+            storage = storage_of_weak(weak.cdata)
+            if storage is not None and storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
+                with without_modes():
+                    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return None

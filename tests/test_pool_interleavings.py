@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import sys
 import threading
 import types
@@ -12,12 +13,23 @@ import pytest
 import torch
 from interrupts import Tick, interrupted_at
 
-from bufpool import BufpoolError, FreshAllocator, OutputPool, OutputSpec, PoolLimitError, driver, handout, process
+from bufpool import (
+    BufpoolError,
+    CaptureError,
+    FreshAllocator,
+    OutputPool,
+    OutputSpec,
+    PoolLimitError,
+    driver,
+    handout,
+    process,
+)
 from bufpool import pool as pool_module
 from bufpool import slot as slot_module
 from bufpool.arena import ADDRESS_BUDGET, HostArena, TorchArena
 from bufpool.errors import DriverError, WriteContractError
 from bufpool.place import Place, SharedCaptures
+from bufpool.slot import Slot
 
 ASK_DEVICE = driver.is_idle
 GRANULE = 64 * 1024  # of the fake driver
@@ -366,14 +378,20 @@ def test_a_reader_of_a_result_whose_pool_is_closed_is_waited_for(make_pool, fake
     assert sorted(fake_cuda.synchronized) == [0, 1]
 
 
-def test_a_spilled_result_that_came_back_from_a_capsule_tells_torch_by_its_own_storage(
-    make_pool, spec, fake_cuda, on_cuda, stream_class, monkeypatch
-):
-    told = []
-    fresh = FreshAllocator()
+@pytest.fixture
+def told(monkeypatch):
+    """Spilled results come from the host; of which bytes torch is told that somebody reads them."""
+    told, fresh = [], FreshAllocator()
     on_host = types.SimpleNamespace(acquire=lambda spec, rows, like: fresh.acquire(spec, rows, torch.zeros(1)))
     monkeypatch.setattr(pool_module, "_fresh", on_host)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: told.append((self.data_ptr(), self.nbytes)))
+    return told
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_spilled_result_that_came_back_from_a_capsule_tells_torch_by_its_own_storage(
+    make_pool, spec, fake_cuda, on_cuda, stream_class, told, is_closed
+):
     pool = make_pool(max_slots=1)
     held = pool.acquire(spec, 64, fake_cuda.like(0))
     spilled = pool.acquire(spec, 64, fake_cuda.like(0))
@@ -381,8 +399,157 @@ def test_a_spilled_result_that_came_back_from_a_capsule_tells_torch_by_its_own_s
     view = torch.from_dlpack(torch.utils.dlpack.to_dlpack(spilled[0][3:]))
     whole = (spilled[0].data_ptr(), spilled[0].nbytes)
     del spilled, held
+    if is_closed:
+        pool.close()
+        pool = make_pool()  # of the same process: a new default pool
     pool.record_stream(view.as_subclass(on_cuda), stream_class(0, 77))
     assert told == [whole]
+
+
+def test_a_spill_runs_no_user_code_under_the_lock(make_pool, spec, fake_cuda, told):
+    under = []
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            under.append(process.lock._is_owned())
+            return func(*args, **(kwargs or {}))
+
+    pool = make_pool(max_slots=1)
+    held = pool.acquire(spec, 64, fake_cuda.like(0))
+    with Mode():
+        pool.acquire(spec, 64, fake_cuda.like(0))
+    assert pool.stats().spills == 1
+    assert under
+    assert not any(under)
+    del held
+
+
+def test_the_per_thread_stream_as_a_reader_is_refused(make_pool, spec, fake_cuda, on_cuda, stream_class):
+    held = make_pool().acquire(spec, 64, fake_cuda.like(0))
+    with pytest.raises(ValueError, match="the same in all threads, got the per-thread default stream"):
+        make_pool().record_stream(held[0].as_subclass(on_cuda), stream_class(0, 2))
+
+
+def test_readers_are_declared_while_another_thread_makes_pools(make_pool, spec, fake_cuda, on_cuda, stream_class, told):
+    pool, stop, kept = make_pool(max_slots=1), threading.Event(), []
+    held, spilled = (pool.acquire(spec, 64, fake_cuda.like(0)) for _ in range(2))
+
+    def make_pools():
+        while not stop.is_set():
+            kept.append(OutputPool())
+            if len(kept) > 50:
+                kept.clear()
+
+    thread, former = threading.Thread(target=make_pools), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(3000):
+            pool.record_stream(spilled[0].as_subclass(on_cuda), stream_class(0, 77))
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(former)
+    assert len(told) == 3000
+    del held
+
+
+def test_a_reader_that_a_finalizer_declares_while_slots_of_closed_pools_are_looked_at_counts(
+    make_pool, fake_cuda, spec, on_cuda, stream_class, monkeypatch
+):
+    gone, pool = make_pool(), make_pool()
+    held = list(gone.acquire(spec, 64, fake_cuda.like(0)))
+    gone.close()
+    (slot,) = process.retired
+    is_live = Slot.is_live
+
+    def declare_and_drop(self):
+        if self is slot and held:
+            pool.record_stream(held[0].as_subclass(on_cuda), stream_class(1, 77))
+            held.clear()
+        return is_live(self)
+
+    monkeypatch.setattr(Slot, "is_live", declare_and_drop)
+    fake_cuda.synchronized.clear()
+    process.release_retired()
+    assert not held
+    assert sorted(fake_cuda.synchronized) == [0, 1]
+
+
+# Arenas of kind torch
+
+
+def test_blocks_that_a_wake_made_on_another_stream_are_waited_for(make_pool, fake_cuda, spec, monkeypatch):
+    make = TorchArena.__init__
+    monkeypatch.setattr(TorchArena, "__init__", lambda arena, device: make(arena, torch.device("cpu")))
+    pool, like = make_pool(arena="torch"), fake_cuda.like(0)
+    fake_cuda.stream = 64
+    pool.acquire(spec, 10, like)
+    pool.sleep()
+    fake_cuda.synchronized.clear()
+    fake_cuda.capturing = 65
+    with pytest.raises(CaptureError, match="wake: expected no graph capture"):
+        pool.wake()
+    assert fake_cuda.synchronized == []
+    fake_cuda.capturing = None
+    fake_cuda.stream = 65
+    pool.wake()  # torch's blocks of this stream, for a lane of the other one
+    fake_cuda.stream = 0
+    assert fake_cuda.synchronized == [0]
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        (TorchArena.grow, "self._memory, self.address ="),
+        (Slot._settle, "self.guard = None"),
+        (Slot._settle, "self.handout.move"),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 5000])
+def test_a_growth_that_is_interrupted_leaves_no_address_of_a_block_that_is_gone(make_pool, q, place, rows):
+    function, line = place
+    spec = OutputSpec(first=((1024,), torch.float32), second=((8,), torch.float32))
+    pool = make_pool(arena="torch")
+    pool.acquire(spec, 10, q)
+    assert type(interrupted_at([function], line, lambda: pool.acquire(spec, 5000, q))) is Tick
+    outputs = pool.acquire(spec, rows, q)
+    for tensor, arena in zip(outputs, pool._slots[0].arenas, strict=True):
+        memory = arena._memory
+        assert memory.data_ptr() <= tensor.data_ptr()
+        assert tensor.data_ptr() + tensor.nbytes <= memory.data_ptr() + memory.nbytes
+
+
+@pytest.mark.parametrize("kind", ["torch", "host"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        (OutputPool.close, "slot.pins = "),
+        (OutputPool.close, "process.retired.extend"),
+        (OutputPool.close, "self._slots.clear"),
+        (process._release_those_idle, "if slot.is_released"),
+        (process._release_those_idle, "if slot.is_live()"),
+        (process._release_those_idle, "retired.rotate"),
+        (process._release_those_idle, "retired.popleft()"),
+    ],
+)
+def test_a_close_that_is_interrupted_loses_no_slot(make_pool, kind, q, place):
+    function, line = place
+    spec, pool = OutputSpec(page=((2**16,), torch.uint8)), make_pool(arena=kind)
+    held, dropped = pool.acquire(spec, 4, q), pool.acquire(spec, 4, q)
+    held.page.fill_(7)
+    slots = list(pool._slots)
+    del dropped
+    assert type(interrupted_at([function], line, pool.close)) is Tick
+    gc.collect()
+    others = [torch.full((2**18,), 9, dtype=torch.uint8) for _ in range(4)]
+    assert bool((held.page == 7).all())
+    pool.close()
+    held = None
+    pool.close()
+    assert [slot.mapped_bytes for slot in slots] == [0, 0]
+    assert not process.retired
+    del others
 
 
 # Errors and interrupts
