@@ -30,6 +30,8 @@ def present_device(name: str, device: Any) -> torch.device:
         TypeError, ValueError: it names none, or none that is here.
     """
     found = parse_device(name, device)
+    if found.type == "cpu":
+        return torch.device("cpu")  # as tensors say, also of "cpu:0"
     if found.type != "cuda":
         return found
     try:

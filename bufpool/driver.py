@@ -157,7 +157,7 @@ class CudaDriver:
         self._access += [
             self._access_of(peer)
             for peer in range(torch.cuda.device_count())
-            if peer != index and torch.cuda.can_device_access_peer(index, peer)
+            if peer != index and torch.cuda.can_device_access_peer(peer, index)
         ]
 
     def _access_of(self, index: int) -> Any:

@@ -53,7 +53,6 @@ __all__ = ["BucketStats", "GraphRunner", "RunnerStats"]
 _logger = logging.getLogger("bufpool")
 _fresh = FreshAllocator()
 _numbers = itertools.count(1)
-_no_turn = contextlib.nullcontext()
 _RESERVED_NAMES = ("allocator", "fresh")
 
 
@@ -208,7 +207,8 @@ class GraphRunner:
             ValueError: ``like`` is a device that is not here.
         """
         device = present_device("like", like) if isinstance(like, (str, torch.device)) else home_device(like)
-        with self._turn(device), self._entered(), torch.no_grad():
+        self._refuse_capture(device)
+        with self._entered(), torch.no_grad():
             self._settle(device, "like")
 
     def __call__(self, /, *, fresh: bool = False, **inputs: torch.Tensor) -> Any:
@@ -237,7 +237,8 @@ class GraphRunner:
         rows, device = self._check(inputs)
         if tracing_mode() or has_no_memory(inputs):
             return self._fn(**inputs, allocator=self._pool)
-        with self._turn(device), self._entered(), torch.no_grad():
+        self._refuse_capture(device)
+        with self._entered(), torch.no_grad():
             self._settle(device, self._inputs.names[0])
             bucket = next((bucket for bucket in self._buckets if bucket.rows >= rows), None) if rows else None
             if bucket is None:
@@ -291,9 +292,11 @@ class GraphRunner:
 
     # One call
 
-    def _turn(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """A turn to capture, for a call that may have to; first calls of runners wait for each other."""
-        return process.capture_turn if not self._buckets and _can_capture(device) else _no_turn
+    @staticmethod
+    def _refuse_capture(device: torch.device) -> None:
+        """Without the runner's lock: its holder may wait for the capture to end (``process.capture_turn``)."""
+        if _can_capture(device) and _is_capturing(device):
+            raise CaptureError(f"runner: expected no graph capture on {device}, got one under way")
 
     @contextlib.contextmanager
     def _entered(self) -> Iterator[None]:
@@ -353,8 +356,6 @@ class GraphRunner:
         if _can_capture(device):
             if self._pool.is_asleep:
                 raise BufpoolError("runner: expected a pool that is awake, got one that sleeps; call wake()")
-            if _is_capturing(device):
-                raise CaptureError(f"runner: expected no graph capture on {device}, got one under way")
             if not self._buckets:
                 self._capture_all(device)
         elif self._home is None:
@@ -427,8 +428,9 @@ class GraphRunner:
                     return self._fn(**views, allocator=allocator)
 
                 scope = contextlib.nullcontext() if self._name is None else self._pool.shared_capture(self._name)
-                with scope:
-                    graph, result = _capture(body, device, self._pool, self._warmups, memory, stream)
+                _warm_up(body, device, self._warmups, stream)
+                with process.capture_turn, scope:
+                    graph, result = _capture(body, device, self._pool, memory, stream)
                 layout = _layout(result, rows, device)
                 # Dropped before the next capture (Note [Results of a replay]).
                 del result
@@ -590,10 +592,12 @@ def _capture_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _capture(
-    body: Callable[[Any], Any], device: torch.device, pool: OutputPool, warmups: int, memory: Any, stream: Any
-) -> tuple[Any, Any]:
-    """A graph of ``body(pool)`` and what it returned, after ``warmups`` runs on memory of torch; both on ``stream``."""
+def _warm_up(body: Callable[[Any], Any], device: torch.device, warmups: int, stream: Any) -> None:
+    """Run ``body`` on memory of torch, on ``stream``, and wait until it is done.
+
+    Threads may meet in here, each with the share of its device in a collective: nobody waits, in his turn to capture, for
+    what another one is still to launch. A stream is waited for and not the device, which would break captures.
+    """
     with torch.cuda.device(device):
         former = torch.cuda.current_stream(device)
         stream.wait_stream(former)
@@ -601,6 +605,15 @@ def _capture(
             for _ in range(warmups):
                 body(_fresh)
         former.wait_stream(stream)
+        stream.synchronize()
+
+
+def _capture(
+    body: Callable[[Any], Any], device: torch.device, pool: OutputPool, memory: Any, stream: Any
+) -> tuple[Any, Any]:
+    """A graph of ``body(pool)``, captured on ``stream``, and what it returned."""
+    with torch.cuda.device(device):
+        former = torch.cuda.current_stream(device)
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may go on calling CUDA: this mode only watches the calls of this one.

@@ -45,7 +45,8 @@ class SharedCaptures:
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
-        self._branches: OrderedDict[int, list[tuple[int, int]]] = OrderedDict()  # by capture: stream and thread of each
+        self._branches: OrderedDict[tuple[int, int], list[tuple[int, int]]] = OrderedDict()
+        """Stream and thread of each branch, by capture and device."""
 
     @property
     def name(self) -> str | None:
@@ -55,11 +56,13 @@ class SharedCaptures:
     def name(self, name: str | None) -> None:
         self._of_thread.name = name
 
-    def branch(self, capture: int, stream: int, thread: int) -> int:
-        """Which branch of a capture a stream is, counted by first use: the same branches of all captures share slots."""
+    def branch(self, capture: int, device: int, stream: int, thread: int) -> int:
+        """Which branch of a capture a stream is, counted by first use on its device (an index): the same branches of all
+        captures share slots.
+        """
         with process.lock:
-            branches = self._branches.setdefault(capture, [])
-            self._branches.move_to_end(capture)
+            branches = self._branches.setdefault((capture, device), [])
+            self._branches.move_to_end((capture, device))
             if len(self._branches) > self.MOST_CAPTURES:
                 self._branches.popitem(last=False)
             if (stream, thread) not in branches:
@@ -106,7 +109,8 @@ class Place:
         if self.shared is None:
             self.key = (self.capture, *self.key)
         else:
-            self.key = (self.shared, device.index, shared.branch(self.capture, self.stream, self.thread), spec.key)
+            branch = shared.branch(self.capture, device.index, self.stream, self.thread)
+            self.key = (self.shared, device.index, branch, spec.key)
 
     def _find_capture(self) -> None:
         if driver.is_available():

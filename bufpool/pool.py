@@ -6,9 +6,10 @@ Note [One acquire at a time]
     says that a call is under way. (With a lock each, finalizers that call other pools could wait for one another.) A
     collection inside a call can run somebody's ``__del__`` that calls the pool again from the same thread: it gets through
     the lock, sees the flag, and is served from ``torch.empty`` (a counted spill) instead of touching half-changed lanes;
-    calls other than ``acquire`` raise. Nothing else can deadlock: no logging, no ``empty_cache`` and no user code runs
-    under the lock, and finalizers only append to a queue.
+    calls other than ``acquire`` raise. No logging, no ``empty_cache`` and no user code runs under the lock, and finalizers
+    only append to a queue. Calls whose purpose is to give memory back wait for the device without the lock first.
     Limits: inside a capture a re-entrant ``acquire`` raises, because torch.empty would draw from the graph's private pool.
+    A call that has to make room waits under the lock, for its own device alone.
 
 Concurrency:
     Every public method may be called from any thread, also on free-threaded Python. ``sleep``, ``trim`` and ``close`` wait
@@ -500,7 +501,7 @@ class OutputPool:
                     self._refuse_reentry(call)
                     self._busy = True
                     try:
-                        self._collect(place.capture is not None)
+                        self._collect(place.device, place.capture is not None)
                         if attempt == 2 and not process.is_capturing(place.device):
                             self._evict(place.device, None, notes)
                         return serve(notes)
@@ -513,7 +514,7 @@ class OutputPool:
                     limit = _device_bytes(place.device)
                     what = f"{place.device}: memory ({error})"
                     raise PoolLimitError(what, need=error.nbytes, have=have, limit=limit) from error
-                if attempt == 0 and place.device.type == "cuda":
+                if attempt == 0 and place.device.type == "cuda" and not process.is_capturing_anywhere():
                     torch.cuda.empty_cache()
             finally:
                 _emit(notes)
@@ -525,7 +526,7 @@ class OutputPool:
             slot = Slot(place.spec, place.device, kind, rows)
         except PoolLimitError as error:
             # Address space is short: lanes that nobody uses give theirs back, unless all of it would not do.
-            if place.capture is not None or error.need > error.limit or not self._release_idle(place.device):
+            if place.capture is not None or error.need > error.limit or not self._release_idle(place):
                 raise
             slot = Slot(place.spec, place.device, kind, rows)
         self._slots.append(slot)
@@ -587,7 +588,7 @@ class OutputPool:
             return
         process.retired.append(slot)
         if not is_capture:
-            process.release_retired()
+            process.release_retired(slot.device)
 
     def _grow(self, slot: Slot, rows: int, is_capture: bool, notes: list[_Note]) -> None:
         slot.check_reservation(rows)
@@ -650,19 +651,25 @@ class OutputPool:
             slot.readers = []
         notes.append((logging.INFO, f"{device}: unmapped {freed} bytes of idle slots to make room"))
 
-    def _release_idle(self, device: torch.device) -> int:
-        """Release idle slots of the device with their address ranges; returns how many."""
-        idle = [
-            slot
-            for slot in self._slots
-            if slot.device == device and self._is_ours(slot) and not slot.is_live() and not slot.is_pinned()
-        ]
-        if not idle or process.capturing_device(idle) is not None:
-            return 0
-        process.synchronize(idle)
-        for slot in idle:
-            self._drop(slot)
-        return len(idle)
+    def _release_idle(self, place: Place) -> int:
+        """Release idle slots of the device, else of other devices that are idle, with their address ranges.
+
+        Returns how many. Nothing is released on a device that captures.
+        """
+        idle: dict[torch.device, list[Slot]] = {place.device: []}
+        for slot in self._slots:
+            if self._is_ours(slot) and not slot.is_live() and not slot.is_pinned():
+                idle.setdefault(slot.device, []).append(slot)
+        for device, slots in idle.items():
+            if not slots or process.capturing_device(slots) is not None:
+                continue
+            if device != place.device and not process.is_at_rest(device):
+                continue  # a call waits for its own device alone
+            process.synchronize(slots)
+            for slot in slots:
+                self._drop(slot)
+            return len(slots)
+        return 0
 
     def _drop(self, slot: Slot) -> None:
         """Give a slot up and take it out of its lane or the free list."""
@@ -681,8 +688,11 @@ class OutputPool:
     def _forget(self, lanes: dict[tuple[Any, ...], Lane], key: tuple[Any, ...]) -> None:
         self._former.add(lanes.pop(key))
 
-    def _collect(self, is_capture: bool) -> None:
-        """Take back slots of graphs that are gone, and, outside captures, memory of pools that are gone."""
+    def _collect(self, home: torch.device | None, is_capture: bool = False) -> None:
+        """Take back slots of graphs that are gone, and, outside captures, memory of pools that are gone.
+
+        With ``home``, the device of a call, only memory there is given back.
+        """
         for key, lane in list(self._captures.items()):
             for slot in [slot for slot in lane.slots if not slot.is_pinned() and not slot.is_live()]:
                 lane.slots.remove(slot)
@@ -694,9 +704,9 @@ class OutputPool:
                 self._forget(self._captures, key)
         if not is_capture:
             self._show_lanes()
-            process.forget_ended_captures()
+            process.forget_ended_captures(home)
             if process.retired:
-                process.release_retired()
+                process.release_retired(home)
 
     def trim(self) -> int:
         """Give back memory above the rows in use; addresses stay. Returns bytes given back.
@@ -710,6 +720,7 @@ class OutputPool:
             BufpoolError: called from a finalizer inside another call, or the pool is closed.
         """
         notes: list[_Note] = []
+        self._wait_without_lock("trim")
         try:
             with self._lock:
                 self._refuse_reentry("trim")
@@ -719,7 +730,7 @@ class OutputPool:
                     if self._is_asleep:
                         return 0
                     self._refuse_capture("trim")
-                    self._collect(False)
+                    self._collect(None)
                     kept = self._kept_by_trim()
                     unused = self._unused_since_trim()
                     # A result that another thread drops from here on counts as held: its work may not be done.
@@ -744,6 +755,22 @@ class OutputPool:
                     self._busy = False
         finally:
             _emit(notes)
+
+    def _wait_without_lock(self, call: str) -> None:
+        """Wait for the devices before a call that waits under the lock, which is over soon then.
+
+        Meanwhile another thread can launch what this device may be waiting for, such as its half of a collective.
+        """
+        with self._lock:
+            self._refuse_reentry(call)
+            self._check_open()
+            if self._is_asleep:
+                return
+            self._refuse_capture(call)
+            slots = [slot for slot in (*self._slots, *process.retired.copy()) if self._is_ours(slot) and slot.mapped_bytes]
+            if process.capturing_device(slots) is not None:
+                return
+        process.synchronize(slots)
 
     def _kept_by_trim(self) -> dict[Slot, int]:
         """The slots that may hold too much memory, and how many rows each must keep."""
@@ -771,6 +798,7 @@ class OutputPool:
             CaptureError: something captures.
         """
         notes: list[_Note] = []
+        self._wait_without_lock("sleep")
         try:
             with self._lock:
                 self._refuse_reentry("sleep")
@@ -780,7 +808,7 @@ class OutputPool:
                     if self._is_asleep:
                         raise BufpoolError("sleep: expected a pool that is awake, got one that sleeps")
                     self._refuse_capture("sleep")
-                    self._collect(False)
+                    self._collect(None)
                     ours = [slot for slot in self._slots if self._is_ours(slot)]
                     live = [slot for slot in ours if slot.is_live() and not slot.is_pinned()]
                     if live:
@@ -857,6 +885,7 @@ class OutputPool:
                         woken: list[Slot] = []
                         try:
                             for slot in filter(self._is_ours, self._slots):
+                                device = slot.device
                                 slot.wake()
                                 woken.append(slot)
                             # torch's blocks may carry work of this stream, and lanes are of other streams.
@@ -875,9 +904,10 @@ class OutputPool:
                     finally:
                         self._busy = False
             except driver.DeviceOutOfMemoryError as error:
-                need = sum(sum(slot.asleep_bytes or ()) for slot in self._slots)
-                if attempt == 1:
-                    raise PoolLimitError("wake", need=need, have=0, limit=_free_bytes(self._slots)) from error
+                if attempt == 1 or process.is_capturing_anywhere():
+                    asleep = [slot for slot in self._slots if slot.device == device]
+                    need = sum(sum(slot.asleep_bytes or ()) for slot in asleep)
+                    raise PoolLimitError(f"{device}: wake", need=need, have=0, limit=_free_bytes(device)) from error
                 torch.cuda.empty_cache()
             finally:
                 _emit(notes)
@@ -902,8 +932,11 @@ class OutputPool:
                     slot.pins = [pin for pin in slot.pins if pin.is_tracked]
                 process.retired.extend(self._slots)
                 self._slots.clear()  # second: handed in twice is better than lost
+                retired = [slot for slot in process.retired.copy() if self._is_ours(slot) and slot.mapped_bytes]
             finally:
                 self._busy = False
+        if process.capturing_device(retired) is None:
+            process.synchronize(retired)  # without the lock, as in _wait_without_lock()
         process.release_retired()
 
     def __copy__(self) -> OutputPool:
@@ -1140,10 +1173,9 @@ def _emit(notes: list[_Note]) -> None:
         _logger.log(level, text)
 
 
-def _free_bytes(slots: list[Slot]) -> int:
-    """Free memory of the devices of these slots, in bytes."""
-    devices = {slot.device for slot in slots if slot.device.type == "cuda"}
-    return sum(torch.cuda.mem_get_info(device)[0] for device in devices)
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of a device, in bytes; 0 where it is not known."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 def _device_bytes(device: torch.device) -> int:

@@ -14,8 +14,10 @@ import torch
 
 from . import driver
 from .arena import ADDRESS_BUDGET
+from .errors import DriverError
 from .slot import Slot
 from .spills import Spills
+from .torch_state import has_context
 
 __all__ = [
     "capture_streams",
@@ -25,6 +27,8 @@ __all__ = [
     "forget_ended_captures",
     "has_lost_cuda",
     "is_capturing",
+    "is_at_rest",
+    "is_capturing_anywhere",
     "lock",
     "note_capture",
     "pools",
@@ -48,7 +52,7 @@ class Pool(Protocol):
 lock = threading.RLock()
 """One for all pools (``pool``, Note [One acquire at a time]). A forked child has another one."""
 capture_turn = threading.RLock()
-"""Held by the thread whose graph runner captures: torch captures one graph at a time. Taken before any other lock."""
+"""Held by the thread whose graph runner captures: torch captures one graph at a time. The innermost lock but ``lock``."""
 pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 """By ``id``: its references, unlike those of a WeakSet, are listed at one stroke while other threads make pools."""
 spills = Spills()
@@ -77,6 +81,14 @@ def is_capturing(device: torch.device) -> bool:
     return driver.capturing_stream(device.index, capture_streams(device)) is not None
 
 
+def is_capturing_anywhere() -> bool:
+    """Whether something captures on a device that this process has started: ``torch.cuda.empty_cache`` acts on them all."""
+    if not driver.is_available():
+        return False
+    started = filter(has_context, range(torch.cuda.device_count()))
+    return any(is_capturing(torch.device("cuda", index)) for index in started)
+
+
 def capturing_device(slots: Iterable[Slot]) -> torch.device | None:
     """One of the devices whose work may use memory of these slots, on which something captures; None if none does."""
     return next(filter(is_capturing, _devices_at_work(slots)), None)
@@ -94,6 +106,16 @@ def synchronize(slots: Iterable[Slot]) -> None:
             getattr(torch, device.type).synchronize(device)
 
 
+def is_at_rest(device: torch.device) -> bool:
+    """Whether all work of a device is done, as far as can be seen without waiting; not if it cannot be asked."""
+    if device.type != "cuda":
+        return device.type == "cpu"
+    try:
+        return driver.is_idle(device.index, capture_streams(device))
+    except (DriverError, RuntimeError):
+        return False
+
+
 def note_capture(device: torch.device, stream: int) -> None:
     """A pool was used on this stream inside a capture."""
     _capture_streams.setdefault(device, set()).add(stream)
@@ -104,37 +126,46 @@ def capture_streams(device: torch.device) -> set[int]:
     return _capture_streams.get(device, set())
 
 
-def forget_ended_captures() -> None:
-    """Forget streams whose capture has ended: their owner may destroy them, and nobody asks for them again."""
+def forget_ended_captures(home: torch.device | None = None) -> None:
+    """Forget streams whose capture has ended: their owner may destroy them, and nobody asks for them again.
+
+    With ``home`` only those of this device: what became of the others is nothing to a call there.
+    """
     for device, streams in list(_capture_streams.items()):
+        if home not in (None, device):
+            continue
         _capture_streams[device] = {stream for stream in streams if driver.is_capturing(stream)}
         if not _capture_streams[device]:
             del _capture_streams[device]
 
 
-def release_retired() -> None:
-    """Release retired slots that are neither live nor pinned; the rest waits. Nothing happens on a device that captures."""
+def release_retired(home: torch.device | None = None) -> None:
+    """Release retired slots that are neither live nor pinned; the rest waits. Nothing happens on a device that captures.
+
+    With ``home`` only those of this device: a call waits for no other one, whose work may wait for what the caller is to
+    launch next, and whose context may be lost.
+    """
     global _is_releasing
     with lock:
         if _is_releasing:  # a finalizer inside of another call of this function
             return
         _is_releasing = True
         try:
-            _release_retired_now()
+            _release_retired_now(home)
         finally:
             _is_releasing = False
 
 
-def _release_retired_now() -> None:
+def _release_retired_now(home: torch.device | None) -> None:
     idle: dict[torch.device, list[Slot]] = {}
     try:
-        _release_those_idle(idle)
+        _release_those_idle(idle, home)
     finally:
         for slots in idle.values():
             retired.extend(slots)
 
 
-def _release_those_idle(idle: dict[torch.device, list[Slot]]) -> None:
+def _release_those_idle(idle: dict[torch.device, list[Slot]], home: torch.device | None) -> None:
     """Sort the retired slots that are idle into ``idle``, by device, and take each out as it is released."""
     for _ in range(len(retired)):
         slot = retired[0]  # it stays there while it is asked: an interrupt loses nothing, and readers find it
@@ -142,7 +173,7 @@ def _release_those_idle(idle: dict[torch.device, list[Slot]]) -> None:
             retired.popleft()  # of the parent process, or handed in twice by an interrupted close()
             continue
         slot.pins = [pin for pin in slot.pins if pin.is_tracked]  # the pool is closed: others cannot end
-        if slot.is_live() or slot.is_pinned():
+        if home not in (None, slot.device) or slot.is_live() or slot.is_pinned():
             retired.rotate(-1)
         else:
             idle.setdefault(slot.device, []).append(slot)

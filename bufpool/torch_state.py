@@ -19,6 +19,7 @@ __all__ = [
     "dispatch_depth",
     "fake_mode_of",
     "from_dlpack",
+    "has_context",
     "has_no_memory",
     "is_current_stream_capturing",
     "is_inference",
@@ -63,6 +64,9 @@ is_current_stream_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCur
 
 dispatch_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _public_dispatch_depth)
 """How many torch dispatch modes are active."""
+
+has_context: Callable[[int], bool] = getattr(torch._C, "_cuda_hasPrimaryContext", lambda index: True)
+"""Whether this process has started a CUDA device; where torch does not say, as if it had."""
 
 from_dlpack: Callable[[Any], torch.Tensor] = getattr(torch._C, "_from_dlpack", torch.utils.dlpack.from_dlpack)
 """Tensor over the memory of a DLPack capsule, which it uses up."""

@@ -320,6 +320,7 @@ def fake_cuda(monkeypatch):
         fake.end_graph(capture)
     gc.collect()
     process.release_retired()
+    process.forget_ended_captures()
     assert all(device.is_clean for device in fake.drivers), "memory of a device was not given back"
 
 

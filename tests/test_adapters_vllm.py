@@ -289,3 +289,22 @@ def test_sleep_and_wake_keep_the_graphs_workspace(pool):
     graph.replay()
     torch.cuda.synchronize()
     assert bool((result == 2).all())
+
+
+def test_persistent_buffers_live_where_the_manager_does(pool, fake_cuda, monkeypatch):
+    real, made = torch.empty, []
+
+    def empty(*size, device=None, **options):
+        home = torch.device("cuda", fake_cuda.current) if device == torch.device("cuda") else device
+        if home is None or home.type != "cuda":
+            return real(*size, device=device, **options)
+        made.append(home.index)
+        return fake_cuda.like(home.index)
+
+    manager = WorkspaceManager("cuda", pool=pool)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(manager, "_is_capturing", lambda: False)
+    manager._the_like()  # as the first call does
+    fake_cuda.current = 1
+    manager.get_persistent("key", (1,), torch.float32)
+    assert made == [0, 0]

@@ -535,6 +535,22 @@ def test_doctor_prints_a_table(capsys):
         assert name in out
 
 
+def test_doctor_shows_the_devices_beside_one_that_fails(monkeypatch):
+    def examine(index):
+        if index == 1:
+            raise RuntimeError("CUDA error")
+        return {"device": f"cuda:{index}", "arena": "cuda"}
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(doctor, "_cuda_device", examine)
+    _, *devices = doctor.examine()["devices"]
+    assert devices == [
+        {"device": "cuda:0", "arena": "cuda"},
+        {"device": "cuda:1", "arena": "unknown (RuntimeError: CUDA error)"},
+        {"device": "cuda:2", "arena": "cuda"},
+    ]
+
+
 def test_doctor_survives_a_machine_where_everything_fails(capsys, monkeypatch):
     def fail(*args):
         raise RuntimeError("broken\ninstallation")

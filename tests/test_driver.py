@@ -91,7 +91,7 @@ def bindings(monkeypatch):
     monkeypatch.setattr(driver, "_streams_of_torch", lambda index: (OURS,))
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda index, peer: peer == 2)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda index, peer: (index, peer) == (2, 1))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(total_memory=2**37))
     return fake
 

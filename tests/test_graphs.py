@@ -84,21 +84,26 @@ class RerunGraph:
 def on_host(monkeypatch):
     """Lets a runner capture on the CPU; returns what it captured, in order, as (bucket rows, warm-ups)."""
     captured = []
+    warmed = []
     places = {}
 
-    def capture(body, device, pool, warmups, memory, stream):
+    def warm_up(body, device, warmups, stream):
+        warmed.append(warmups)
         for _ in range(warmups):
             body(FreshAllocator())
+
+    def capture(body, device, pool, memory, stream):
         result = body(pool)
         tensors = (result,) if isinstance(result, torch.Tensor) else tuple(result)
         places.update({tensor.data_ptr(): tensor for tensor in tensors if isinstance(tensor, torch.Tensor)})
-        captured.append((len(tensors[0]), warmups))
+        captured.append((len(tensors[0]), warmed[-1]))
         return RerunGraph(body, tensors), result
 
     monkeypatch.setattr(graphs, "_can_capture", lambda device: True)
     monkeypatch.setattr(graphs, "_is_capturing", lambda device: False)
     monkeypatch.setattr(graphs, "_memory_handle", lambda: None)
     monkeypatch.setattr(graphs, "_capture_stream", lambda device: None)
+    monkeypatch.setattr(graphs, "_warm_up", warm_up)
     monkeypatch.setattr(graphs, "_capture", capture)
     monkeypatch.setattr(graphs, "_over", lambda place, device, keeper: places[place.address])
     yield captured
@@ -464,7 +469,7 @@ def test_a_runner_made_in_inference_mode_serves_outside(pool, on_host):
     ],
 )
 def test_what_fn_returns_is_checked(pool, on_host, monkeypatch, returned, error, text):
-    def capture(body, device, pool, warmups, memory, stream):
+    def capture(body, device, pool, memory, stream):
         return None, body(pool)
 
     monkeypatch.setattr(graphs, "_capture", capture)
@@ -654,6 +659,13 @@ def test_the_example_serves_chunks_of_any_size(run_script):
     assert ("every call runs eagerly" in done.stdout) is not torch.cuda.is_available()
 
 
+def test_the_host_by_its_index_is_the_host(pool):
+    with GraphRunner(scale, INPUTS, [4], pool=pool) as runner:
+        runner.capture("cpu:0")
+        inputs = inputs_of(3)
+        assert equal(runner(**inputs), expected(inputs))
+
+
 def test_first_calls_of_runners_capture_one_after_another(pool, on_host, monkeypatch):
     begun, inside, most = threading.Barrier(4), [], []
     capture = graphs._capture
@@ -680,6 +692,22 @@ def test_first_calls_of_runners_capture_one_after_another(pool, on_host, monkeyp
     assert len(most) == 4 * len(BUCKETS)
     assert max(most) == 1
     assert not process.capture_turn._is_owned()
+    for runner in runners:
+        runner.close()
+
+
+def test_first_calls_in_several_threads_may_meet_in_fn(pool, on_host):
+    meeting = threading.Barrier(2, timeout=20)  # a collective: each rank has to come
+
+    def meet(x, factor, allocator):
+        if isinstance(allocator, FreshAllocator):
+            meeting.wait()
+        return scale(x, factor, allocator)
+
+    runners = [GraphRunner(meet, INPUTS, [2, 4], pool=pool) for _ in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        for call in [threads.submit(runner, **inputs_of(4)) for runner in runners]:
+            call.result()
     for runner in runners:
         runner.close()
 

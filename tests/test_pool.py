@@ -689,8 +689,9 @@ def test_trim_keeps_what_is_dropped_after_it_waited_for_the_device(make_pool, fa
     pool.acquire(OutputSpec(idle=((64,), torch.float32)), 3, fake_cuda.like(0))
     mapped = [slot.mapped_bytes for slot in pool._slots]
 
-    def wait_and_meanwhile(device):
-        held.clear()  # by another thread, with work on the memory
+    def wait_and_meanwhile(slots):
+        if process.lock._is_owned():  # it waits before without
+            held.clear()  # by another thread, with work on the memory
 
     monkeypatch.setattr(process, "synchronize", wait_and_meanwhile)
     assert pool.trim() == mapped[2]
@@ -832,8 +833,9 @@ def test_memory_of_a_closed_pool_comes_back_when_its_last_result_dies(make_pool,
     assert all(fake_cuda.is_usable(tensor) for tensor in held)
     assert holds(held, 5)
     del held
-    other.acquire(spec, 3, fake_cuda.like(1))
-    assert driver.is_clean
+    other.acquire(spec, 3, fake_cuda.like(0))
+    assert driver.mapped_bytes == other.stats().mapped_bytes
+    assert not process.retired
 
 
 def test_a_collected_pool_behaves_as_closed(make_pool, fake_cuda, spec):
@@ -845,12 +847,12 @@ def test_a_collected_pool_behaves_as_closed(make_pool, fake_cuda, spec):
     del pool
     gc.collect()
     assert watcher() is None
-    other.acquire(spec, 3, fake_cuda.like(1))
+    other.acquire(spec, 3, fake_cuda.like(0))
     assert holds(held, 5)
     assert all(fake_cuda.is_usable(tensor) for tensor in held)
     del held
-    other.acquire(spec, 300, fake_cuda.like(1))
-    assert fake_cuda.drivers[0].is_clean
+    other.acquire(spec, 300, fake_cuda.like(0))
+    assert fake_cuda.drivers[0].mapped_bytes == other.stats().mapped_bytes
 
 
 def test_a_result_does_not_keep_its_pool(spec, q):
@@ -1281,12 +1283,12 @@ def test_a_closed_pool_gives_its_memory_back_after_the_capture(make_pool, fake_c
     pool.acquire(spec, 10, fake_cuda.like(0))
     fake_cuda.capturing = 64
     pool.close()
-    other.acquire(spec, 10, fake_cuda.like(1))
-    assert not fake_cuda.drivers[0].is_clean
+    other.acquire(spec, 10, fake_cuda.like(0))
+    assert fake_cuda.drivers[0].mapped_bytes > other.stats().mapped_bytes
     assert fake_cuda.synchronized == []
     fake_cuda.capturing = None
-    other.acquire(spec, 1000, fake_cuda.like(1))
-    assert fake_cuda.drivers[0].is_clean
+    other.acquire(spec, 1000, fake_cuda.like(0))
+    assert fake_cuda.drivers[0].mapped_bytes == other.stats().mapped_bytes
 
 
 @pytest.fixture
@@ -1405,11 +1407,11 @@ def test_a_graph_outlives_its_pool(graph_pool, make_pool, fake_cuda, spec):
     acquire_in(1, spec, 10)
     pool.close()
     other = make_pool()
-    other.acquire(spec, 1, fake_cuda.like(1))
-    assert fake_cuda.drivers[0].mapped_bytes == 2 * GRANULE
+    other.acquire(spec, 1, fake_cuda.like(0))
+    assert fake_cuda.drivers[0].mapped_bytes == 2 * GRANULE + other.stats().mapped_bytes
     fake_cuda.end_graph(1)
-    other.acquire(spec, 1000, fake_cuda.like(1))
-    assert fake_cuda.drivers[0].is_clean
+    other.acquire(spec, 1000, fake_cuda.like(0))
+    assert fake_cuda.drivers[0].mapped_bytes == other.stats().mapped_bytes
 
 
 def test_a_failed_growth_inside_a_capture_leaves_the_slot_usable_there(graph_pool, fake_cuda, spec):

@@ -283,12 +283,12 @@ def test_finalizers_of_two_threads_do_not_wait_for_each_other(make_pool, fake_cu
     assert not any(thread.is_alive() for thread in threads)
 
 
-@pytest.mark.parametrize("line", ["setdefault(capture", "move_to_end", "if len"])
+@pytest.mark.parametrize("line", ["setdefault((capture", "move_to_end", "if len"])
 def test_an_interrupt_loses_no_branch(line):
     shared = SharedCaptures()
-    assert [shared.branch(1, stream, 0) for stream in (64, 65)] == [0, 1]
-    assert type(interrupted_at([SharedCaptures.branch], line, lambda: shared.branch(1, 66, 0))) is Tick
-    assert [shared.branch(1, stream, 0) for stream in (66, 65, 64)] == [2, 1, 0]
+    assert [shared.branch(1, 0, stream, 0) for stream in (64, 65)] == [0, 1]
+    assert type(interrupted_at([SharedCaptures.branch], line, lambda: shared.branch(1, 0, 66, 0))) is Tick
+    assert [shared.branch(1, 0, stream, 0) for stream in (66, 65, 64)] == [2, 1, 0]
 
 
 def test_captures_in_turn_keep_their_branches(acquire_in, spec):
@@ -375,7 +375,7 @@ def test_a_reader_of_a_result_whose_pool_is_closed_is_waited_for(make_pool, fake
     held.clear()
     fake_cuda.synchronized.clear()
     make_pool().close()
-    assert sorted(fake_cuda.synchronized) == [0, 1]
+    assert set(fake_cuda.synchronized) == {0, 1}
 
 
 @pytest.fixture
@@ -528,7 +528,7 @@ def test_a_growth_that_is_interrupted_leaves_no_address_of_a_block_that_is_gone(
         (OutputPool.close, "process.retired.extend"),
         (OutputPool.close, "self._slots.clear"),
         (process._release_those_idle, "if slot.is_released"),
-        (process._release_those_idle, "if slot.is_live()"),
+        (process._release_those_idle, "or slot.is_live()"),
         (process._release_those_idle, "retired.rotate"),
         (process._release_those_idle, "retired.popleft()"),
     ],
@@ -846,3 +846,151 @@ def test_the_error_of_an_overrun_keeps_no_memory(spec, q, monkeypatch):
     kept = [value for _, value in variables(caught.value) if isinstance(value, torch.Tensor) and value is not q]
     assert kept == []
     pool.close()
+
+
+# Several devices
+
+
+BLOCK = OutputSpec(block=((GRANULE,), torch.uint8))
+
+
+@pytest.fixture
+def captures_on(fake_cuda, monkeypatch):
+    """Says on which devices something captures."""
+
+    def set_them(*indexes):
+        monkeypatch.setattr(driver, "capturing_stream", lambda index, known=(): 64 if index in indexes else None)
+
+    return set_them
+
+
+@pytest.mark.parametrize("call", ["trim", "sleep", "close"])
+def test_a_wait_for_one_device_does_not_stop_the_threads_of_another(make_pool, fake_cuda, monkeypatch, call):
+    mine, other = make_pool(), make_pool()
+    mine.acquire(BLOCK, 4, fake_cuda.like(0))
+    other.acquire(BLOCK, 4, fake_cuda.like(1))
+    waiting, launched, ended = threading.Event(), threading.Event(), []
+
+    def wait(index):  # device 0 runs its half of a collective, and ends when device 1 has got the other half
+        waiting.set()
+        ended.append(launched.wait(10))
+
+    def rank_1():
+        waiting.wait(10)
+        other.acquire(BLOCK, 4, fake_cuda.like(1))
+        launched.set()
+
+    thread = threading.Thread(target=rank_1)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "synchronize", wait)
+        thread.start()
+        getattr(mine, call)()
+        thread.join()
+    assert ended
+    assert all(ended)
+
+
+def test_a_call_on_one_device_waits_for_no_other(make_pool, fake_cuda, spec, q):
+    former, pool = make_pool(), make_pool()
+    former.acquire(BLOCK, 4, fake_cuda.like(0))
+    fake_cuda.capturing = 64
+    former.close()
+    fake_cuda.capturing = None
+    assert len(process.retired) == 1
+    pool.acquire(BLOCK, 4, fake_cuda.like(1))
+    pool.acquire(spec, 4, q)
+    assert fake_cuda.synchronized == []
+    pool.trim()
+    assert not process.retired
+
+
+def test_a_device_whose_context_is_lost_stops_no_other(make_pool, fake_cuda, monkeypatch, spec, q):
+    former, pool = make_pool(), make_pool()
+    held = former.acquire(BLOCK, 4, fake_cuda.like(0))
+    former.close()
+    del held
+    process.note_capture(torch.device("cuda", 0), 77)
+
+    def lost(*args):
+        raise DriverError("an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "synchronize", lost)
+        patch.setattr(driver, "is_capturing", lost)
+        pool.acquire(spec, 4, q)
+        pool.acquire(BLOCK, 4, fake_cuda.like(1))
+
+
+def test_torchs_cache_is_left_alone_while_another_device_captures(make_pool, fake_cuda, captures_on):
+    pool = make_pool()
+    fake_cuda.drivers[0].memory_bytes = 2 * GRANULE
+    captures_on(1)
+    with pytest.raises(PoolLimitError):
+        pool.acquire(BLOCK, 3, fake_cuda.like(0))
+    assert fake_cuda.emptied == 0
+    captures_on()
+    with pytest.raises(PoolLimitError):
+        pool.acquire(BLOCK, 3, fake_cuda.like(0))
+    assert fake_cuda.emptied == 1
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_wake_leaves_torchs_cache_alone_while_something_captures(make_pool, fake_cuda, captures_on, device):
+    pool = make_pool()
+    pool.acquire(BLOCK, 4, fake_cuda.like(0))
+    pool.sleep()
+    fake_cuda.drivers[0].memory_bytes = 2 * GRANULE
+    captures_on(device)
+    with pytest.raises(PoolLimitError):
+        pool.wake()
+    assert fake_cuda.emptied == 0
+    captures_on()
+    fake_cuda.drivers[0].memory_bytes = 2**26
+    pool.wake()
+
+
+def test_a_wake_that_fails_says_which_device_is_short(make_pool, fake_cuda, monkeypatch):
+    pool = make_pool()
+    for index in (0, 1):
+        pool.acquire(BLOCK, 4, fake_cuda.like(index))
+    pool.sleep()
+    fake_cuda.drivers[1].memory_bytes = 2 * GRANULE
+    free = {0: 100 * GRANULE, 1: 2 * GRANULE}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[torch.device(device).index], 2**26))
+    with pytest.raises(PoolLimitError, match="cuda:1: wake") as caught:
+        pool.wake()
+    assert (caught.value.need, caught.value.have, caught.value.limit) == (4 * GRANULE, 0, 2 * GRANULE)
+    fake_cuda.drivers[1].memory_bytes = 2**26
+    pool.wake()
+
+
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_lanes_of_another_device_give_their_addresses_back_if_it_is_idle(make_pool, fake_cuda, monkeypatch, spec, is_idle):
+    pool = make_pool()
+    fake_cuda.idle = is_idle
+    monkeypatch.setattr(ADDRESS_BUDGET, "total", ADDRESS_BUDGET.taken + 4 * GRANULE)
+    for fake_cuda.stream in (0, 64):
+        pool.acquire(spec, 10, fake_cuda.like(0))
+    fake_cuda.stream = 0
+    with contextlib.nullcontext() if is_idle else pytest.raises(PoolLimitError):
+        pool.acquire(spec, 10, fake_cuda.like(1))
+    assert len(pool.stats().lanes) == (1 if is_idle else 2)
+    fake_cuda.stream = 128
+    pool.acquire(spec, 10, fake_cuda.like(0))
+    fake_cuda.stream = 0
+
+
+def test_branches_of_a_shared_set_are_counted_on_their_device(make_pool, fake_cuda):
+    pool = make_pool()
+
+    def acquire_in(capture, stream, index):
+        fake_cuda.capture, fake_cuda.stream = capture, stream
+        try:
+            return addresses(pool.acquire(BLOCK, 4, fake_cuda.like(index)))
+        finally:
+            fake_cuda.capture, fake_cuda.stream = None, 0
+
+    with pool.shared_capture("set"):
+        first = acquire_in(1, 128, 1)
+        acquire_in(2, 64, 0)
+        assert acquire_in(2, 128, 1) == first

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import types
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from bufpool import OutputPool, OutputSpec
-from bufpool.ops import sparse_mla_sm90
+from bufpool.ops import sparse_mla_prefill, sparse_mla_sm90
 
 HAS_SM90 = torch.cuda.is_available() and sparse_mla_sm90.is_available(torch.device("cuda", 0))
 
@@ -473,6 +475,24 @@ def test_every_option_can_be_captured() -> None:
     torch.cuda.synchronize()
     for one, other in zip((out, max_logits, lse), want, strict=True):
         assert torch.equal(one, other)
+
+
+def test_the_first_cuda_call_of_a_thread_may_be_a_launch() -> None:
+    x = make(576, 64, 128, 20, 500)
+    with OutputPool() as pool:
+        arguments = {"q_scale": 1.0, "kv_scale": 1.0, "allocator": pool, "backend": "sm90"}
+        first = [tensor.clone() for tensor in sparse_mla_prefill(x.q, x.kv, x.indices, x.sm_scale, **arguments)]
+        results: list[Any] = []
+
+        def call() -> None:
+            results.append(sparse_mla_prefill(x.q, x.kv, x.indices, x.sm_scale, **arguments))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        (result,) = results  # an error of the thread would have left none
+        assert pool.stats().hits == 1
+        assert same_bits(tuple(result), tuple(first))
 
 
 @pytest.mark.slow

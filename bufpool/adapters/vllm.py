@@ -179,7 +179,7 @@ class WorkspaceManager:
                 raise CaptureError(f"{key}: expected its first call before the capture, got it inside")
             make = torch.zeros if zero_init else torch.empty
             with self._alloc_context():
-                buffer = make(tuple(shape), dtype=dtype, device=self._device)
+                buffer = make(tuple(shape), dtype=dtype, device=self._the_like().device)
             buffer = self._persistent.setdefault((*place, key), buffer)
         if buffer.dtype is not dtype or buffer.shape != tuple(shape):
             raise OutputMismatchError(

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,7 +56,7 @@ def examine() -> dict[str, Any]:
         "cache_folder": _or_reason(_cache_folder),
         "devices": [
             {"device": "cpu", "arena": _or_reason(lambda: _arena("cpu"))},
-            *_or_empty(lambda: [_cuda_device(index) for index in range(torch.cuda.device_count())]),
+            *_cuda_devices(),
         ],
         "extras": {"rich": _version("rich"), "matplotlib": _version("matplotlib")},
     }
@@ -69,11 +70,12 @@ def _or_reason(ask: Callable[[], _T]) -> _T | str:
         return f"unknown ({type(e).__name__}: {_one_line(e)})"
 
 
-def _or_empty(ask: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    try:
-        return ask()
-    except Exception as e:
-        return [{"device": "cuda", "arena": f"unknown ({type(e).__name__}: {_one_line(e)})"}]
+def _cuda_devices() -> list[dict[str, Any]]:
+    count = _or_reason(torch.cuda.device_count)
+    if isinstance(count, str):
+        return [{"device": "cuda", "arena": count}]
+    found = {f"cuda:{index}": _or_reason(partial(_cuda_device, index)) for index in range(count)}
+    return [{"device": name, "arena": facts} if isinstance(facts, str) else facts for name, facts in found.items()]
 
 
 def _one_line(e: Exception) -> str:
