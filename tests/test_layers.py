@@ -24,7 +24,7 @@ LAYERS = (
     ("allocator", "outputs"),
     ("arena",),
     ("handout", "pin"),
-    ("slot",),
+    ("slot", "spills"),
     ("lane", "stats", "debug"),
     ("process",),
     ("place",),

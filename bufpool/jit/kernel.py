@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import DriverError
 from .compiler import Binary, Source, compile_source
 
-__all__ = ["Kernel", "check", "driver", "load_kernel"]
+__all__ = ["Kernel", "bind_context", "check", "driver", "load_kernel"]
 
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
@@ -46,6 +46,21 @@ def check(code: int, call: str) -> None:
     driver().cuGetErrorString(code, ctypes.byref(meaning))
     text = f"{(name.value or b'unknown').decode()} ({(meaning.value or b'no description').decode()})"
     raise DriverError(f"{call}: expected CUDA_SUCCESS, got {code} {text}")
+
+
+def bind_context(device_index: int) -> None:
+    """Make the device's own context current in this thread, as a thread's first call of the CUDA runtime does.
+
+    Raises:
+        DriverError: the driver refused.
+    """
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    check(driver().cuDeviceGet(ctypes.byref(device), device_index), "cuDeviceGet")
+    check(driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+    try:
+        check(driver().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    finally:
+        check(driver().cuDevicePrimaryCtxRelease_v2(device), "cuDevicePrimaryCtxRelease")  # torch keeps it
 
 
 class Kernel:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from .kernel import Kernel, check, driver
+from .kernel import Kernel, bind_context, check, driver
 
 __all__ = ["Launch"]
+
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -39,14 +41,14 @@ class Launch:
 
     Args:
         kernel: the kernel; its source says threads and shared memory of a CTA.
-        device_index: the device it will run on; that device's context is current at every call.
+        device_index: the device it will run on; it is torch's current one at every call.
         params_bytes: size of the kernel's parameter struct.
 
     Attributes:
         params: the struct's bytes, to be written with ``struct.pack_into``.
     """
 
-    __slots__ = ("_call", "_config", "_config_ref", "_handle", "_pointers", "params")
+    __slots__ = ("_call", "_config", "_config_ref", "_device_index", "_handle", "_pointers", "params")
 
     def __init__(self, kernel: Kernel, device_index: int, params_bytes: int) -> None:
         kernel.make_ready(device_index)
@@ -56,6 +58,7 @@ class Launch:
         self._config = _LaunchConfig(1, 1, 1, source.threads, 1, 1, source.shared_bytes, None, None, 0)
         self._config_ref = ctypes.byref(self._config)
         self._handle = kernel.handle
+        self._device_index = device_index
         self._call: Any = driver().cuLaunchKernelEx
 
     def __call__(self, grid: int, stream: int) -> None:
@@ -67,5 +70,8 @@ class Launch:
         self._config.grid_x = grid
         self._config.stream = stream
         code = self._call(self._config_ref, self._handle, self._pointers, None)
+        if code == _INVALID_CONTEXT:  # this thread has not called CUDA yet
+            bind_context(self._device_index)
+            code = self._call(self._config_ref, self._handle, self._pointers, None)
         if code:
             check(code, "cuLaunchKernelEx")
