@@ -767,7 +767,7 @@ class OutputPool:
             if self._is_asleep:
                 return
             self._refuse_capture(call)
-            slots = [slot for slot in (*self._slots, *process.retired.copy()) if self._is_ours(slot) and slot.mapped_bytes]
+            slots = [slot for slot in self._slots if self._is_ours(slot) and slot.mapped_bytes] + process.idle_retired()
             if process.capturing_device(slots) is not None:
                 return
         process.synchronize(slots)
@@ -932,11 +932,11 @@ class OutputPool:
                     slot.pins = [pin for pin in slot.pins if pin.is_tracked]
                 process.retired.extend(self._slots)
                 self._slots.clear()  # second: handed in twice is better than lost
-                retired = [slot for slot in process.retired.copy() if self._is_ours(slot) and slot.mapped_bytes]
             finally:
                 self._busy = False
-        if process.capturing_device(retired) is None:
-            process.synchronize(retired)  # without the lock, as in _wait_without_lock()
+        idle = process.idle_retired()
+        if process.capturing_device(idle) is None:
+            process.synchronize(idle)  # without the lock, as in _wait_without_lock()
         process.release_retired()
 
     def __copy__(self) -> OutputPool:

@@ -26,8 +26,9 @@ __all__ = [
     "every_pool",
     "forget_ended_captures",
     "has_lost_cuda",
-    "is_capturing",
+    "idle_retired",
     "is_at_rest",
+    "is_capturing",
     "is_capturing_anywhere",
     "lock",
     "note_capture",
@@ -137,6 +138,13 @@ def forget_ended_captures(home: torch.device | None = None) -> None:
         _capture_streams[device] = {stream for stream in streams if driver.is_capturing(stream)}
         if not _capture_streams[device]:
             del _capture_streams[device]
+
+
+def idle_retired() -> list[Slot]:
+    """Retired slots of this process that could be released, were it not for work that may use their memory."""
+    with lock:
+        slots = [slot for slot in retired.copy() if slot.device.type == "cpu" or slot.process_id == os.getpid()]
+        return [slot for slot in slots if slot.mapped_bytes and not slot.is_live() and not slot.is_pinned()]
 
 
 def release_retired(home: torch.device | None = None) -> None:
