@@ -9,7 +9,7 @@ Note [One acquire at a time]
     calls other than ``acquire`` raise. No logging, no ``empty_cache`` and no user code runs under the lock, and finalizers
     only append to a queue. Calls whose purpose is to give memory back wait for the device without the lock first.
     Limits: inside a capture a re-entrant ``acquire`` raises, because torch.empty would draw from the graph's private pool.
-    A call that has to make room waits under the lock, for its own device alone.
+    A call that has to make room waits under the lock, for its own device and those of readers.
 
 Concurrency:
     Every public method may be called from any thread, also on free-threaded Python. ``sleep``, ``trim`` and ``close`` wait
@@ -522,13 +522,14 @@ class OutputPool:
 
     def _new_slot(self, place: Place, rows: int, notes: list[_Note]) -> Slot:
         kind = self._arena_kind(place.device)
-        try:
-            slot = Slot(place.spec, place.device, kind, rows)
-        except PoolLimitError as error:
-            # Address space is short: lanes that nobody uses give theirs back, unless all of it would not do.
-            if place.capture is not None or error.need > error.limit or not self._release_idle(place):
-                raise
-            slot = Slot(place.spec, place.device, kind, rows)
+        while True:
+            try:
+                slot = Slot(place.spec, place.device, kind, rows)
+                break
+            except PoolLimitError as error:
+                # Address space is short: lanes that nobody uses give theirs back, unless all of it would not do.
+                if place.capture is not None or error.need > error.limit or not self._release_idle(place):
+                    raise
         self._slots.append(slot)
         if place.device not in self._served:
             self._served.add(place.device)
@@ -652,7 +653,7 @@ class OutputPool:
         notes.append((logging.INFO, f"{device}: unmapped {freed} bytes of idle slots to make room"))
 
     def _release_idle(self, place: Place) -> int:
-        """Release idle slots of the device, else of other devices that are idle, with their address ranges.
+        """Release idle slots of the device, or else those of another device that is idle, with their address ranges.
 
         Returns how many. Nothing is released on a device that captures.
         """
@@ -660,11 +661,11 @@ class OutputPool:
         for slot in self._slots:
             if self._is_ours(slot) and not slot.is_live() and not slot.is_pinned():
                 idle.setdefault(slot.device, []).append(slot)
-        for device, slots in idle.items():
-            if not slots or process.capturing_device(slots) is not None:
+        for slots in idle.values():
+            if not slots or not process.can_be_waited_for(slots, place.device):
                 continue
-            if device != place.device and not process.is_at_rest(device):
-                continue  # a call waits for its own device alone
+            if process.capturing_device(slots) is not None:
+                continue
             process.synchronize(slots)
             for slot in slots:
                 self._drop(slot)
@@ -768,8 +769,6 @@ class OutputPool:
                 return
             self._refuse_capture(call)
             slots = [slot for slot in self._slots if self._is_ours(slot) and slot.mapped_bytes] + process.idle_retired()
-            if process.capturing_device(slots) is not None:
-                return
         process.synchronize(slots)
 
     def _kept_by_trim(self) -> dict[Slot, int]:
@@ -880,8 +879,7 @@ class OutputPool:
                         self._check_open()
                         if not self._is_asleep:
                             raise BufpoolError("wake: expected a pool that sleeps, got one that is awake")
-                        if not all(slot.is_stable for slot in self._slots):
-                            self._refuse_capture("wake")
+                        self._refuse_capture("wake", [slot for slot in self._slots if not slot.is_stable])
                         woken: list[Slot] = []
                         try:
                             for slot in filter(self._is_ours, self._slots):
@@ -934,9 +932,7 @@ class OutputPool:
                 self._slots.clear()  # second: handed in twice is better than lost
             finally:
                 self._busy = False
-        idle = process.idle_retired()
-        if process.capturing_device(idle) is None:
-            process.synchronize(idle)  # without the lock, as in _wait_without_lock()
+        process.synchronize(process.idle_retired())  # without the lock, as in _wait_without_lock()
         process.release_retired()
 
     def __copy__(self) -> OutputPool:
@@ -1090,8 +1086,8 @@ class OutputPool:
     def _note_peak(self) -> None:
         self._peak_bytes = max(self._peak_bytes, self._mapped_bytes(None))
 
-    def _refuse_capture(self, call: str) -> None:
-        device = process.capturing_device(filter(self._is_ours, self._slots))
+    def _refuse_capture(self, call: str, slots: list[Slot] | None = None) -> None:
+        device = process.capturing_device(filter(self._is_ours, self._slots if slots is None else slots))
         if device is not None:
             raise CaptureError(f"{call}: expected no graph capture on {device}, got one under way")
 

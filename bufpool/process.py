@@ -20,6 +20,7 @@ from .spills import Spills
 from .torch_state import has_context
 
 __all__ = [
+    "can_be_waited_for",
     "capture_streams",
     "capture_turn",
     "capturing_device",
@@ -83,11 +84,17 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def is_capturing_anywhere() -> bool:
-    """Whether something captures on a device that this process has started: ``torch.cuda.empty_cache`` acts on them all."""
+    """Whether something captures on a device that this process has started, or one of them cannot be asked.
+
+    ``torch.cuda.empty_cache`` acts on them all.
+    """
     if not driver.is_available():
         return False
     started = filter(has_context, range(torch.cuda.device_count()))
-    return any(is_capturing(torch.device("cuda", index)) for index in started)
+    try:
+        return any(is_capturing(torch.device("cuda", index)) for index in started)
+    except DriverError:  # of a device whose context is lost
+        return True
 
 
 def capturing_device(slots: Iterable[Slot]) -> torch.device | None:
@@ -117,6 +124,13 @@ def is_at_rest(device: torch.device) -> bool:
         return False
 
 
+def can_be_waited_for(slots: Iterable[Slot], home: torch.device) -> bool:
+    """Whether a call on ``home`` may wait for all work on these slots: it waits for no other device, which may be waiting
+    for what the caller is to launch next.
+    """
+    return all(device == home or is_at_rest(device) for device in _devices_at_work(slots))
+
+
 def note_capture(device: torch.device, stream: int) -> None:
     """A pool was used on this stream inside a capture."""
     _capture_streams.setdefault(device, set()).add(stream)
@@ -143,15 +157,22 @@ def forget_ended_captures(home: torch.device | None = None) -> None:
 def idle_retired() -> list[Slot]:
     """Retired slots of this process that could be released, were it not for work that may use their memory."""
     with lock:
-        slots = [slot for slot in retired.copy() if slot.device.type == "cpu" or slot.process_id == os.getpid()]
-        return [slot for slot in slots if slot.mapped_bytes and not slot.is_live() and not slot.is_pinned()]
+        return [
+            slot
+            for slot in retired.copy()
+            if (slot.device.type == "cpu" or slot.process_id == os.getpid())
+            and slot.mapped_bytes
+            and not slot.is_live()
+            and not slot.is_pinned()
+            and capturing_device([slot]) is None
+        ]
 
 
 def release_retired(home: torch.device | None = None) -> None:
     """Release retired slots that are neither live nor pinned; the rest waits. Nothing happens on a device that captures.
 
-    With ``home`` only those of this device: a call waits for no other one, whose work may wait for what the caller is to
-    launch next, and whose context may be lost.
+    With ``home``, the device of a call, no other one is waited for: its work may wait for what the caller is to launch
+    next, and its context may be lost. What may still be worked on there stays.
     """
     global _is_releasing
     with lock:
@@ -181,12 +202,14 @@ def _release_those_idle(idle: dict[torch.device, list[Slot]], home: torch.device
             retired.popleft()  # of the parent process, or handed in twice by an interrupted close()
             continue
         slot.pins = [pin for pin in slot.pins if pin.is_tracked]  # the pool is closed: others cannot end
-        if home not in (None, slot.device) or slot.is_live() or slot.is_pinned():
+        if slot.is_live() or slot.is_pinned():
             retired.rotate(-1)
         else:
             idle.setdefault(slot.device, []).append(slot)
             retired.popleft()
     for slots in idle.values():
+        if home is not None and not can_be_waited_for(slots, home):
+            continue
         if capturing_device(slots) is not None:
             continue
         synchronize(slots)

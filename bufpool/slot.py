@@ -296,8 +296,9 @@ class Slot:
 
     def release(self) -> None:
         """Give everything back, addresses too. It must neither live nor be pinned."""
-        self.handout.release()  # first: it refuses while a result lives
-        self.is_released = True
+        assert not self.is_live(), "somebody holds its memory"
+        self.is_released = True  # first: if anything fails below it is lost, and nobody asks it anything
+        self.handout.release()
         with contextlib.ExitStack() as every:  # an arena that fails keeps no other one
             for arena in self.arenas:
                 every.callback(arena.release)

@@ -22,6 +22,7 @@ from bufpool import (
     PoolLimitError,
     driver,
     handout,
+    host_memory,
     process,
 )
 from bufpool import pool as pool_module
@@ -528,7 +529,7 @@ def test_a_growth_that_is_interrupted_leaves_no_address_of_a_block_that_is_gone(
         (OutputPool.close, "process.retired.extend"),
         (OutputPool.close, "self._slots.clear"),
         (process._release_those_idle, "if slot.is_released"),
-        (process._release_those_idle, "or slot.is_live()"),
+        (process._release_those_idle, "if slot.is_live()"),
         (process._release_those_idle, "retired.rotate"),
         (process._release_those_idle, "retired.popleft()"),
     ],
@@ -994,3 +995,99 @@ def test_branches_of_a_shared_set_are_counted_on_their_device(make_pool, fake_cu
         first = acquire_in(1, 128, 1)
         acquire_in(2, 64, 0)
         assert acquire_in(2, 128, 1) == first
+
+
+def test_addresses_of_a_pool_that_is_gone_come_back_to_a_call_on_another_device(make_pool, fake_cuda, monkeypatch, spec):
+    monkeypatch.setattr(ADDRESS_BUDGET, "total", ADDRESS_BUDGET.taken + 4 * GRANULE)
+    former, pool = OutputPool(), make_pool()
+    for fake_cuda.stream in (0, 64):
+        former.acquire(spec, 10, fake_cuda.like(0))
+    fake_cuda.stream = 0
+    del former
+    gc.collect()
+    assert len(process.retired) == 2
+    with pytest.raises(PoolLimitError):
+        pool.acquire(spec, 10, fake_cuda.like(1))  # device 0 may be at work
+    fake_cuda.idle = True
+    pool.acquire(spec, 10, fake_cuda.like(1))
+    assert not process.retired
+
+
+def test_addresses_come_back_from_as_many_devices_as_it_takes(make_pool, fake_cuda, monkeypatch, spec):
+    pool, little = make_pool(), OutputSpec(little=((16,), torch.uint8))
+    fake_cuda.idle = True
+    monkeypatch.setattr(ADDRESS_BUDGET, "total", ADDRESS_BUDGET.taken + 5 * GRANULE)
+    pool.acquire(little, 1, fake_cuda.like(1))
+    for fake_cuda.stream in (0, 64):
+        pool.acquire(spec, 10, fake_cuda.like(0))
+    fake_cuda.stream = 0
+    pool.acquire(spec, 10, fake_cuda.like(1))
+    assert len(pool.stats().lanes) == 1
+
+
+def test_a_call_waits_for_no_reader_on_another_device_to_get_addresses(make_pool, fake_cuda, monkeypatch, spec):
+    pool = make_pool()
+    monkeypatch.setattr(driver, "is_idle", lambda index, known=(): index == 0)
+    monkeypatch.setattr(ADDRESS_BUDGET, "total", ADDRESS_BUDGET.taken + 4 * GRANULE)
+    for fake_cuda.stream in (0, 64):
+        pool.acquire(spec, 10, fake_cuda.like(0))
+    fake_cuda.stream = 0
+    for slot in pool._slots:
+        slot.readers = [reader(9, 2)]
+    fake_cuda.synchronized.clear()
+    with pytest.raises(PoolLimitError):
+        pool.acquire(spec, 10, fake_cuda.like(1))
+    assert fake_cuda.synchronized == []
+
+
+@pytest.mark.parametrize("call", ["trim", "sleep", "close"])
+def test_a_capture_on_the_device_of_a_gone_pool_leaves_the_wait_without_the_lock(
+    make_pool, fake_cuda, captures_on, monkeypatch, call
+):
+    former, mine = make_pool(), make_pool()
+    captures_on(2)
+    former.acquire(BLOCK, 4, fake_cuda.like(2))
+    former.close()
+    mine.acquire(BLOCK, 4, fake_cuda.like(0))
+    owned = []
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "synchronize", lambda index: owned.append((index, process.lock._is_owned())))
+        getattr(mine, call)()
+    assert owned == [(0, False), (0, True)]
+    captures_on()
+
+
+def test_a_lack_of_memory_says_so_though_another_device_is_lost(make_pool, fake_cuda, monkeypatch):
+    pool = make_pool()
+    fake_cuda.drivers[0].memory_bytes = 2 * GRANULE
+
+    def capturing_stream(index, known=()):
+        if index == 1:
+            raise DriverError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(driver, "capturing_stream", capturing_stream)
+    with pytest.raises(PoolLimitError):
+        pool.acquire(BLOCK, 3, fake_cuda.like(0))
+    assert fake_cuda.emptied == 0
+
+
+def test_a_capture_elsewhere_is_nothing_to_a_wake_of_blocks_on_the_host(make_pool, fake_cuda, monkeypatch, q):
+    monkeypatch.setattr(host_memory, "is_available", lambda: False)
+    pool = make_pool()
+    pool.acquire(BLOCK, 3, fake_cuda.like(0))
+    pool.acquire(BLOCK, 3, q)
+    assert pool.stats().arena == "cuda+torch"
+    pool.sleep()
+    fake_cuda.capturing = 64
+    pool.wake()
+    fake_cuda.capturing = None
+
+
+def test_a_slot_whose_release_is_interrupted_is_asked_nothing_any_more(make_pool, q):
+    spec, pool, other = OutputSpec(page=((2**16,), torch.uint8)), make_pool(), make_pool()
+    pool.acquire(spec, 4, q)
+    assert type(interrupted_at([OutputPool.close], "self._slots.clear", pool.close)) is Tick
+    assert type(interrupted_at([Slot.release], "for arena in", pool.close)) is Tick
+    other.acquire(spec, 4, q)
+    other.acquire(spec, 400, q)
+    assert not process.retired
