@@ -14,7 +14,8 @@ Concurrency:
     last one waits on the device for all that was queued there. Replays of all runners of one pool and name come one behind
     the other in the same way. Since the next call overwrites the results of the last one, threads that share a runner use
     ``fresh=True``. Do not call a runner from a finalizer. The first call of a runner captures, and torch captures one graph
-    at a time: let runners capture one after the other.
+    at a time: first calls take turns, bucket by bucket, and hold their runner's lock while they wait. So ``fn`` must not
+    wait for a thread that makes one, nor for a lock that such a thread holds.
 """
 
 from __future__ import annotations

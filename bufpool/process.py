@@ -54,7 +54,7 @@ class Pool(Protocol):
 lock = threading.RLock()
 """One for all pools (``pool``, Note [One acquire at a time]). A forked child has another one."""
 capture_turn = threading.RLock()
-"""Held by the thread whose graph runner captures: torch captures one graph at a time. The innermost lock but ``lock``."""
+"""Held by the thread whose graph runner captures, ``fn`` included: torch captures one graph at a time."""
 pools: weakref.WeakValueDictionary[int, Pool] = weakref.WeakValueDictionary()
 """By ``id``: its references, unlike those of a WeakSet, are listed at one stroke while other threads make pools."""
 spills = Spills()

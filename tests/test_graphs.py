@@ -696,6 +696,16 @@ def test_first_calls_of_runners_capture_one_after_another(pool, on_host, monkeyp
         runner.close()
 
 
+def test_a_call_inside_a_capture_is_refused_without_waiting_for_the_runner(pool, on_host, monkeypatch):
+    monkeypatch.setattr(graphs, "_is_capturing", lambda device: True)
+    runner = GraphRunner(scale, INPUTS, [4], pool=pool)
+    with ThreadPoolExecutor(1) as threads, runner._lock:  # as a thread has it that waits for its turn to capture
+        for call in (lambda: runner(**inputs_of(4)), lambda: runner.capture("cpu")):
+            with pytest.raises(CaptureError, match="no graph capture on cpu"):
+                threads.submit(call).result(timeout=20)
+    runner.close()
+
+
 def test_first_calls_in_several_threads_may_meet_in_fn(pool, on_host):
     meeting = threading.Barrier(2, timeout=20)  # a collective: each rank has to come
 

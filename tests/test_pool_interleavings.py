@@ -1091,3 +1091,77 @@ def test_a_slot_whose_release_is_interrupted_is_asked_nothing_any_more(make_pool
     other.acquire(spec, 4, q)
     other.acquire(spec, 400, q)
     assert not process.retired
+
+
+def test_idle_lanes_of_a_device_that_captures_keep_their_addresses(make_pool, fake_cuda, captures_on, monkeypatch, spec):
+    pool = make_pool()
+    fake_cuda.idle = True
+    captures_on(0)
+    monkeypatch.setattr(ADDRESS_BUDGET, "total", ADDRESS_BUDGET.taken + 4 * GRANULE)
+    for fake_cuda.stream in (0, 64):
+        pool.acquire(spec, 10, fake_cuda.like(0))
+    fake_cuda.stream = 0
+    with pytest.raises(PoolLimitError):
+        pool.acquire(spec, 10, fake_cuda.like(1))
+    assert fake_cuda.synchronized == []
+    assert len(pool.stats().lanes) == 2
+    captures_on()
+
+
+def test_a_call_that_gives_its_new_slot_up_waits_for_no_other_device(make_pool, fake_cuda, monkeypatch):
+    former, pool = make_pool(), make_pool()
+    former.acquire(BLOCK, 4, fake_cuda.like(0))
+    fake_cuda.capturing = 64
+    former.close()
+    fake_cuda.capturing = None
+    monkeypatch.setattr(handout.OwnerHandout, "take", lambda handout, rows: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        pool.acquire(BLOCK, 4, fake_cuda.like(1))
+    assert fake_cuda.synchronized == [1]
+    assert fake_cuda.drivers[1].is_clean
+
+
+def test_blocks_that_a_failing_sleep_made_anew_are_waited_for(make_pool, fake_cuda, monkeypatch):
+    make = TorchArena.__init__
+    monkeypatch.setattr(TorchArena, "__init__", lambda arena, device: make(arena, torch.device("cpu")))
+    pool, like, sleep = make_pool(arena="torch"), fake_cuda.like(0), Slot.sleep
+    held = [pool.acquire(BLOCK, 4, like) for _ in range(2)]
+    held.clear()
+    waits = []
+
+    def sleep_once(slot):
+        if slot is pool._slots[1]:
+            raise DriverError("injected")
+        waits.extend(fake_cuda.synchronized)
+        fake_cuda.synchronized.clear()
+        sleep(slot)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Slot, "sleep", sleep_once)
+        with pytest.raises(DriverError, match="injected"):
+            pool.sleep()
+    assert waits == [0, 0]
+    assert fake_cuda.synchronized == [0]  # after the blocks of the first slot came anew
+    assert not pool.is_asleep
+
+
+@pytest.mark.parametrize(("device", "is_at_rest"), [("cpu", True), ("meta", False), ("cuda:0", True), ("cuda:1", False)])
+def test_a_device_that_cannot_be_asked_is_not_at_rest(fake_cuda, monkeypatch, device, is_at_rest):
+    def is_idle(index, known=()):
+        if index == 1:
+            raise DriverError("an illegal memory access was encountered")
+        return True
+
+    monkeypatch.setattr(driver, "is_idle", is_idle)
+    assert process.is_at_rest(torch.device(device)) is is_at_rest
+
+
+def test_a_reader_is_asked_for_on_its_own_device(acquire_in, fake_cuda, spec, events, monkeypatch):
+    asked = []
+    monkeypatch.setattr(driver, "is_capturing", lambda stream: False)
+    monkeypatch.setattr(driver, "is_stream_idle", lambda index, stream: bool(asked.append((index, stream))))
+    acquire_in(1, 64, spec)
+    acquire_in.pool._slots[0].readers = [reader(0, 3)]
+    fake_cuda.end_graph(1)
+    acquire_in(2, 64, spec)
+    assert asked == [(3, 0)]
