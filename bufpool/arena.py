@@ -22,6 +22,7 @@ import torch
 from . import host_memory
 from .driver import DeviceOutOfMemoryError, VirtualMemoryDriver
 from .errors import CaptureError, DriverError, PoolLimitError
+from .torch_state import is_capturing_on
 
 __all__ = [
     "ADDRESS_BUDGET",
@@ -263,16 +264,13 @@ class TorchArena(Arena):
         if wanted == self.mapped_bytes:
             return
         if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device)
-            with torch.cuda.device(self._device):
-                is_capturing = stream.cuda_stream != 0 and torch.cuda.is_current_stream_capturing()
-            if is_capturing:
+            if is_capturing_on(self._device):
                 raise CaptureError(
                     f"{self._device}: expected memory mapped before the capture, got a growth to {wanted} bytes inside it;"
                     " an arena of kind 'torch' moves when it grows: call reserve() before capturing"
                 )
             if self._memory is not None:
-                self._memory.record_stream(stream)
+                self._memory.record_stream(torch.cuda.current_stream(self._device))
         if wanted > _MOST_BYTES:
             raise DeviceOutOfMemoryError(f"{self._device}: torch.empty of {wanted} bytes", wanted)
         try:

@@ -40,9 +40,8 @@ from .pool import OutputPool, default_pool
 from .spec import OutputSpec, row_count
 from .torch_state import (
     PER_THREAD_STREAM,
-    current_device,
     has_no_memory,
-    is_current_stream_capturing,
+    is_capturing_on,
     is_tracing,
     normal_mode,
     raw_stream,
@@ -195,7 +194,7 @@ class GraphRunner:
     def capture(self, like: Like | torch.device | str) -> None:
         """Capture all buckets now, largest first; the first call does it otherwise. Does nothing the second time.
 
-        The device is synchronised, so no other capture may be under way in the process. Runners wait for each other.
+        The device is synchronised, so no other capture may be under way in the process. Runners take turns.
 
         Args:
             like: where the inputs will live: a tensor, several, or a device. Without CUDA nothing is captured.
@@ -296,7 +295,7 @@ class GraphRunner:
     @staticmethod
     def _refuse_capture(device: torch.device) -> None:
         """Without the runner's lock: its holder may wait for the capture to end (``process.capture_turn``)."""
-        if _can_capture(device) and _is_capturing(device):
+        if _can_capture(device) and is_capturing_on(device):
             raise CaptureError(f"runner: expected no graph capture on {device}, got one under way")
 
     @contextlib.contextmanager
@@ -566,16 +565,6 @@ def _over(place: _Place, device: torch.device, keeper: object) -> torch.Tensor:
 
 def _can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of the device captures."""
-    if raw_stream(device.index) == 0:
-        return False  # the legacy default stream cannot
-    if current_device() == device.index:
-        return is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return is_current_stream_capturing()
 
 
 def _is_stream_capturing(stream: Any) -> bool:

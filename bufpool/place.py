@@ -14,7 +14,7 @@ from .errors import CaptureError
 from .lane import LaneKey
 from .slot import Slot
 from .spec import OutputSpec
-from .torch_state import PER_THREAD_STREAM, is_current_stream_capturing, raw_stream
+from .torch_state import PER_THREAD_STREAM, is_capturing_on, raw_stream
 
 __all__ = ["Place", "SharedCaptures"]
 
@@ -118,12 +118,11 @@ class Place:
             if found is not None:
                 self.capture, self.graph = found
             return
-        with torch.cuda.device(self.device):
-            if is_current_stream_capturing():
-                raise CaptureError(
-                    f"{self.device}: expected cuda.bindings for a call inside a capture, got none"
-                    f" ({driver.unavailable_reason()})"
-                )
+        if is_capturing_on(self.device):
+            raise CaptureError(
+                f"{self.device}: expected cuda.bindings for a call inside a capture, got none"
+                f" ({driver.unavailable_reason()})"
+            )
 
     def can_wait_for(self, slot: Slot) -> bool:
         """Whether this place can be ordered after the declared readers of a slot.

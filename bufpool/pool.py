@@ -551,11 +551,7 @@ class OutputPool:
         fitting = [
             slot
             for slot in self._free
-            if slot.device == place.device
-            and slot.spec == place.spec
-            and not slot.is_live()
-            and not slot.is_pinned()
-            and place.can_wait_for(slot)
+            if slot.device == place.device and slot.spec == place.spec and slot.is_idle() and place.can_wait_for(slot)
         ]
         if any(not slot.is_clean for slot in fitting):
             if self._has_come_to_rest(fitting, place):
@@ -631,9 +627,8 @@ class OutputPool:
             if slot is not keep
             and slot.device == device
             and slot.mapped_bytes
-            and self._is_ours(slot)
-            and not slot.is_live()
-            and not slot.is_pinned()
+            and slot.is_ours
+            and slot.is_idle()
             and not any(process.is_capturing(reader.device) for reader in slot.readers if reader.device != device)
         ]
         return sorted(idle, key=lambda slot: slot.mapped_bytes, reverse=True)
@@ -659,7 +654,7 @@ class OutputPool:
         """
         idle: dict[torch.device, list[Slot]] = {place.device: []}
         for slot in self._slots:
-            if self._is_ours(slot) and not slot.is_live() and not slot.is_pinned():
+            if slot.is_ours and slot.is_idle():
                 idle.setdefault(slot.device, []).append(slot)
         for slots in idle.values():
             if not slots or not process.can_be_waited_for(slots, place.device):
@@ -692,10 +687,10 @@ class OutputPool:
     def _collect(self, home: torch.device | None, is_capture: bool = False) -> None:
         """Take back slots of graphs that are gone, and, outside captures, memory of pools that are gone.
 
-        With ``home``, the device of a call, only memory there is given back.
+        ``home``: the device of a call, which waits for no other one.
         """
         for key, lane in list(self._captures.items()):
-            for slot in [slot for slot in lane.slots if not slot.is_pinned() and not slot.is_live()]:
+            for slot in [slot for slot in lane.slots if slot.is_idle()]:
                 lane.slots.remove(slot)
                 if lane.current is slot:
                     lane.current = None
@@ -768,14 +763,12 @@ class OutputPool:
             if self._is_asleep:
                 return
             self._refuse_capture(call)
-            slots = [slot for slot in self._slots if self._is_ours(slot) and slot.mapped_bytes] + process.idle_retired()
+            slots = [slot for slot in self._slots if slot.is_ours and slot.mapped_bytes] + process.idle_retired()
         process.synchronize(slots)
 
     def _kept_by_trim(self) -> dict[Slot, int]:
         """The slots that may hold too much memory, and how many rows each must keep."""
-        kept = {
-            slot: slot.rows if slot.is_live() else 0 for slot in self._slots if self._is_ours(slot) and not slot.is_pinned()
-        }
+        kept = {slot: slot.rows if slot.is_live() else 0 for slot in self._slots if slot.is_ours and not slot.is_pinned()}
         return {slot: rows for slot, rows in kept.items() if slot.bytes_for(0) and not (rows and rows == slot.capacity)}
 
     def _unused_since_trim(self) -> list[Lane]:
@@ -783,7 +776,7 @@ class OutputPool:
         return [
             lane
             for lane in self._lanes.values()
-            if lane.acquires == lane.acquires_at_trim and not any(slot.is_live() or slot.is_pinned() for slot in lane.slots)
+            if lane.acquires == lane.acquires_at_trim and all(slot.is_idle() for slot in lane.slots)
         ]
 
     def sleep(self) -> None:
@@ -808,7 +801,7 @@ class OutputPool:
                         raise BufpoolError("sleep: expected a pool that is awake, got one that sleeps")
                     self._refuse_capture("sleep")
                     self._collect(None)
-                    ours = [slot for slot in self._slots if self._is_ours(slot)]
+                    ours = [slot for slot in self._slots if slot.is_ours]
                     live = [slot for slot in ours if slot.is_live() and not slot.is_pinned()]
                     if live:
                         raise BufpoolError(f"sleep: expected no live result outside graphs, got {len(live)}")
@@ -882,7 +875,7 @@ class OutputPool:
                         self._refuse_capture("wake", [slot for slot in self._slots if not slot.is_stable])
                         woken: list[Slot] = []
                         try:
-                            for slot in filter(self._is_ours, self._slots):
+                            for slot in [slot for slot in self._slots if slot.is_ours]:
                                 device = slot.device
                                 slot.wake()
                                 woken.append(slot)
@@ -1087,14 +1080,9 @@ class OutputPool:
         self._peak_bytes = max(self._peak_bytes, self._mapped_bytes(None))
 
     def _refuse_capture(self, call: str, slots: list[Slot] | None = None) -> None:
-        device = process.capturing_device(filter(self._is_ours, self._slots if slots is None else slots))
+        device = process.capturing_device(slot for slot in (self._slots if slots is None else slots) if slot.is_ours)
         if device is not None:
             raise CaptureError(f"{call}: expected no graph capture on {device}, got one under way")
-
-    @staticmethod
-    def _is_ours(slot: Slot) -> bool:
-        """Whether this process may touch the slot: CUDA memory of the parent means nothing in a forked child."""
-        return slot.device.type == "cpu" or slot.process_id == os.getpid()
 
     def _after_fork(self) -> None:
         """In the child: a free lock, and no CUDA lanes."""

@@ -120,7 +120,7 @@ def is_at_rest(device: torch.device) -> bool:
         return device.type == "cpu"
     try:
         return driver.is_idle(device.index, capture_streams(device))
-    except (DriverError, RuntimeError):
+    except RuntimeError:  # of the driver, or of torch
         return False
 
 
@@ -160,11 +160,7 @@ def idle_retired() -> list[Slot]:
         return [
             slot
             for slot in retired.copy()
-            if (slot.device.type == "cpu" or slot.process_id == os.getpid())
-            and slot.mapped_bytes
-            and not slot.is_live()
-            and not slot.is_pinned()
-            and capturing_device([slot]) is None
+            if slot.is_ours and slot.mapped_bytes and slot.is_idle() and capturing_device([slot]) is None
         ]
 
 
@@ -198,15 +194,15 @@ def _release_those_idle(idle: dict[torch.device, list[Slot]], home: torch.device
     """Sort the retired slots that are idle into ``idle``, by device, and take each out as it is released."""
     for _ in range(len(retired)):
         slot = retired[0]  # it stays there while it is asked: an interrupt loses nothing, and readers find it
-        if slot.is_released or (slot.device.type != "cpu" and slot.process_id != os.getpid()):
+        if slot.is_released or not slot.is_ours:
             retired.popleft()  # of the parent process, or handed in twice by an interrupted close()
             continue
         slot.pins = [pin for pin in slot.pins if pin.is_tracked]  # the pool is closed: others cannot end
-        if slot.is_live() or slot.is_pinned():
-            retired.rotate(-1)
-        else:
+        if slot.is_idle():
             idle.setdefault(slot.device, []).append(slot)
             retired.popleft()
+        else:
+            retired.rotate(-1)
     for slots in idle.values():
         if home is not None and not can_be_waited_for(slots, home):
             continue

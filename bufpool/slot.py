@@ -191,6 +191,15 @@ class Slot:
         """Whether somebody holds memory of the last hand-out."""
         return not self.is_released and self.handout.is_live()
 
+    def is_idle(self) -> bool:
+        """Whether nobody holds memory of it, and no living graph contains its addresses."""
+        return not self.is_live() and not self.is_pinned()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this process may touch it: CUDA memory of the parent means nothing in a forked child."""
+        return self.device.type == "cpu" or self.process_id == os.getpid()
+
     def is_pinned(self) -> bool:
         """Whether a living graph contains its addresses; forgets the graphs that are gone."""
         if not self.pins:
@@ -296,7 +305,6 @@ class Slot:
 
     def release(self) -> None:
         """Give everything back, addresses too. It must neither live nor be pinned."""
-        assert not self.is_live(), "somebody holds its memory"
         self.is_released = True  # first: if anything fails below it is lost, and nobody asks it anything
         self.handout.release()
         with contextlib.ExitStack() as every:  # an arena that fails keeps no other one

@@ -21,6 +21,7 @@ __all__ = [
     "from_dlpack",
     "has_context",
     "has_no_memory",
+    "is_capturing_on",
     "is_current_stream_capturing",
     "is_inference",
     "is_jit_tracing",
@@ -61,6 +62,17 @@ current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.c
 
 is_current_stream_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _public_capturing)
 """Whether the current stream of the current device captures."""
+
+
+def is_capturing_on(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device (with its index) captures, whatever device is current."""
+    if raw_stream(device.index) == 0:
+        return False  # the legacy default stream cannot
+    if current_device() == device.index:
+        return is_current_stream_capturing()
+    with torch.cuda.device(device):
+        return is_current_stream_capturing()
+
 
 dispatch_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", _public_dispatch_depth)
 """How many torch dispatch modes are active."""

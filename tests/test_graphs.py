@@ -100,7 +100,7 @@ def on_host(monkeypatch):
         return RerunGraph(body, tensors), result
 
     monkeypatch.setattr(graphs, "_can_capture", lambda device: True)
-    monkeypatch.setattr(graphs, "_is_capturing", lambda device: False)
+    monkeypatch.setattr(graphs, "is_capturing_on", lambda device: False)
     monkeypatch.setattr(graphs, "_memory_handle", lambda: None)
     monkeypatch.setattr(graphs, "_capture_stream", lambda device: None)
     monkeypatch.setattr(graphs, "_warm_up", warm_up)
@@ -584,7 +584,7 @@ def test_a_sleeping_pool_is_an_error_before_anything_is_copied(runner, pool):
 
 def test_a_call_during_a_capture_is_an_error(runner, monkeypatch):
     runner(**inputs_of(2))
-    monkeypatch.setattr(graphs, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(graphs, "is_capturing_on", lambda device: True)
     with pytest.raises(CaptureError, match="expected no graph capture on cpu, got one under way"):
         runner(**inputs_of(2))
 
@@ -697,7 +697,7 @@ def test_first_calls_of_runners_capture_one_after_another(pool, on_host, monkeyp
 
 
 def test_a_call_inside_a_capture_is_refused_without_waiting_for_the_runner(pool, on_host, monkeypatch):
-    monkeypatch.setattr(graphs, "_is_capturing", lambda device: True)
+    monkeypatch.setattr(graphs, "is_capturing_on", lambda device: True)
     runner = GraphRunner(scale, INPUTS, [4], pool=pool)
     with ThreadPoolExecutor(1) as threads, runner._lock:  # as a thread has it that waits for its turn to capture
         for call in (lambda: runner(**inputs_of(4)), lambda: runner.capture("cpu")):

@@ -13,22 +13,11 @@ import pytest
 import torch
 from interrupts import Tick, interrupted_at
 
-from bufpool import (
-    BufpoolError,
-    CaptureError,
-    FreshAllocator,
-    OutputPool,
-    OutputSpec,
-    PoolLimitError,
-    driver,
-    handout,
-    host_memory,
-    process,
-)
+from bufpool import FreshAllocator, OutputPool, OutputSpec, driver, handout, host_memory, process
 from bufpool import pool as pool_module
 from bufpool import slot as slot_module
 from bufpool.arena import ADDRESS_BUDGET, HostArena, TorchArena
-from bufpool.errors import DriverError, WriteContractError
+from bufpool.errors import BufpoolError, CaptureError, DriverError, PoolLimitError, WriteContractError
 from bufpool.place import Place, SharedCaptures
 from bufpool.slot import Slot
 
@@ -83,6 +72,13 @@ def events(monkeypatch):
         torch.cuda, "current_stream", lambda device=None: types.SimpleNamespace(wait_event=lambda event: None)
     )
     return recorded
+
+
+@pytest.fixture
+def torch_arenas_on_host(monkeypatch):
+    """Arenas of kind torch take host memory, whatever device they are for."""
+    make = TorchArena.__init__
+    monkeypatch.setattr(TorchArena, "__init__", lambda arena, device: make(arena, torch.device("cpu")))
 
 
 @pytest.fixture
@@ -480,9 +476,7 @@ def test_a_reader_that_a_finalizer_declares_while_slots_of_closed_pools_are_look
 # Arenas of kind torch
 
 
-def test_blocks_that_a_wake_made_on_another_stream_are_waited_for(make_pool, fake_cuda, spec, monkeypatch):
-    make = TorchArena.__init__
-    monkeypatch.setattr(TorchArena, "__init__", lambda arena, device: make(arena, torch.device("cpu")))
+def test_blocks_that_a_wake_made_on_another_stream_are_waited_for(make_pool, fake_cuda, torch_arenas_on_host, spec):
     pool, like = make_pool(arena="torch"), fake_cuda.like(0)
     fake_cuda.stream = 64
     pool.acquire(spec, 10, like)
@@ -529,7 +523,7 @@ def test_a_growth_that_is_interrupted_leaves_no_address_of_a_block_that_is_gone(
         (OutputPool.close, "process.retired.extend"),
         (OutputPool.close, "self._slots.clear"),
         (process._release_those_idle, "if slot.is_released"),
-        (process._release_those_idle, "if slot.is_live()"),
+        (process._release_those_idle, "if slot.is_idle()"),
         (process._release_those_idle, "retired.rotate"),
         (process._release_those_idle, "retired.popleft()"),
     ],
@@ -597,10 +591,11 @@ def test_reserved_memory_serves_at_once_after_a_call_that_was_refused(make_pool,
     assert fake_cuda.synchronized == []
 
 
-def test_a_reserve_that_moved_a_part_of_a_slot_is_waited_for_on_another_stream(make_pool, fake_cuda, monkeypatch):
+def test_a_reserve_that_moved_a_part_of_a_slot_is_waited_for_on_another_stream(
+    make_pool, fake_cuda, torch_arenas_on_host, monkeypatch
+):
     spec = OutputSpec(first=((64,), torch.float32), second=((64,), torch.float32))
-    grow, make = TorchArena.grow, TorchArena.__init__
-    monkeypatch.setattr(TorchArena, "__init__", lambda arena, device: make(arena, torch.device("cpu")))
+    grow = TorchArena.grow
     pool, like = make_pool(arena="torch"), fake_cuda.like(0)
     fake_cuda.stream = 64
     pool.reserve(spec, 10, like)
@@ -862,7 +857,8 @@ def captures_on(fake_cuda, monkeypatch):
     def set_them(*indexes):
         monkeypatch.setattr(driver, "capturing_stream", lambda index, known=(): 64 if index in indexes else None)
 
-    return set_them
+    yield set_them
+    set_them()
 
 
 @pytest.mark.parametrize("call", ["trim", "sleep", "close"])
@@ -1054,7 +1050,6 @@ def test_a_capture_on_the_device_of_a_gone_pool_leaves_the_wait_without_the_lock
         patch.setattr(driver, "synchronize", lambda index: owned.append((index, process.lock._is_owned())))
         getattr(mine, call)()
     assert owned == [(0, False), (0, True)]
-    captures_on()
 
 
 def test_a_lack_of_memory_says_so_though_another_device_is_lost(make_pool, fake_cuda, monkeypatch):
@@ -1105,7 +1100,6 @@ def test_idle_lanes_of_a_device_that_captures_keep_their_addresses(make_pool, fa
         pool.acquire(spec, 10, fake_cuda.like(1))
     assert fake_cuda.synchronized == []
     assert len(pool.stats().lanes) == 2
-    captures_on()
 
 
 def test_a_call_that_gives_its_new_slot_up_waits_for_no_other_device(make_pool, fake_cuda, monkeypatch):
@@ -1121,9 +1115,7 @@ def test_a_call_that_gives_its_new_slot_up_waits_for_no_other_device(make_pool, 
     assert fake_cuda.drivers[1].is_clean
 
 
-def test_blocks_that_a_failing_sleep_made_anew_are_waited_for(make_pool, fake_cuda, monkeypatch):
-    make = TorchArena.__init__
-    monkeypatch.setattr(TorchArena, "__init__", lambda arena, device: make(arena, torch.device("cpu")))
+def test_blocks_that_a_failing_sleep_made_anew_are_waited_for(make_pool, fake_cuda, torch_arenas_on_host, monkeypatch):
     pool, like, sleep = make_pool(arena="torch"), fake_cuda.like(0), Slot.sleep
     held = [pool.acquire(BLOCK, 4, like) for _ in range(2)]
     held.clear()

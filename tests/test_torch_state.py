@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from pathlib import Path
@@ -85,6 +86,28 @@ def test_every_private_name_is_there_in_this_torch():
     missing = {name for name, home in names.items() if not hasattr(home, name)}
     without_cuda = {name for name in names if name.startswith("_cuda_")}
     assert missing <= (without_cuda if torch.version.cuda is None else set())
+
+
+@pytest.mark.parametrize(
+    ("index", "stream", "is_capturing", "guards"),
+    [(0, 0, False, []), (0, 7, True, []), (1, 0, False, []), (1, 7, False, [1]), (2, 7, True, [2])],
+)
+def test_a_capture_is_seen_on_any_device(monkeypatch, index, stream, is_capturing, guards):
+    """Device 0 is current; what torch says is about the current one."""
+    entered = [0]
+
+    @contextlib.contextmanager
+    def guard(device):
+        entered.append(device.index)
+        yield
+        entered.append(0)
+
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(torch_state, "raw_stream", lambda index: stream)
+    monkeypatch.setattr(torch_state, "current_device", lambda: entered[-1])
+    monkeypatch.setattr(torch_state, "is_current_stream_capturing", lambda: entered[-1] in (0, 2))
+    assert torch_state.is_capturing_on(torch.device("cuda", index)) is is_capturing
+    assert [device for device in entered if device] == guards
 
 
 def test_nothing_happens(state):

@@ -34,6 +34,7 @@ from ..device import parse_device
 from ..errors import BufpoolError, CaptureError, OutputMismatchError
 from ..pool import OutputPool, default_pool
 from ..spec import OutputSpec
+from ..torch_state import is_capturing_on
 
 __all__ = ["WorkspaceManager", "use_workspace_lane"]
 
@@ -238,11 +239,8 @@ class WorkspaceManager:
         return self._like
 
     def _is_capturing(self) -> bool:
-        if not self._the_like().is_cuda:
-            return False
-        with torch.cuda.device(self._the_like().device):
-            stream = torch.cuda.current_stream()
-            return stream.cuda_stream != 0 and torch.cuda.is_current_stream_capturing()
+        like = self._the_like()
+        return like.is_cuda and is_capturing_on(like.device)
 
 
 def _rows(shape: tuple[int, ...], dtype: torch.dtype) -> int:
